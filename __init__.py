@@ -1,0 +1,58 @@
+"""moesaic: a compiler for Mixture-of-Experts layers.
+
+Everything here is loaded on first use: ``import moesaic`` imports neither torch nor a driver.
+"""
+
+import importlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+# Public name -> "module" or "module:attribute". Absolute names only: pytest may import this file a second time under
+# the name of its folder, and a relative import would then load a second copy of every package.
+_TABLE: dict[str, str] = {
+    # declaring
+    "Router": "moesaic.ir.declare:Router",
+    "norm": "moesaic.ir.declare:norm",
+    "sum_top": "moesaic.ir.declare:sum_top",
+    "math": "moesaic.ir.math_functions",
+    # the IR
+    "Builder": "moesaic.ir.builder:Builder",
+    "parse": "moesaic.ir.parser:parse",
+    # compiling
+    "compile": "moesaic.runtime.compile:compile",
+    # errors
+    "MoesaicError": "moesaic.ir.errors:MoesaicError",
+}
+
+# Sub-packages, so that ``moesaic.ir`` works after a plain ``import moesaic``.
+_PACKAGES = ("ir", "passes", "templates", "codegen", "runtime")
+
+__all__ = ["__version__", *_TABLE]  # noqa: PLE0604 - names come from the table
+
+if TYPE_CHECKING:
+    from moesaic.ir import math_functions as math
+    from moesaic.ir.builder import Builder
+    from moesaic.ir.declare import Router, norm, sum_top
+    from moesaic.ir.errors import MoesaicError
+    from moesaic.ir.parser import parse
+    from moesaic.runtime.compile import compile
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return importlib.import_module(f"moesaic.{name}")
+    try:
+        module_name, _, attribute = _TABLE[name].partition(":")
+    except KeyError:
+        message = f"module 'moesaic' has no attribute {name!r}"
+        raise AttributeError(message, name=name, obj=sys.modules[__name__]) from None
+    module = importlib.import_module(module_name)
+    value = getattr(module, attribute) if attribute else module
+    globals()[name] = value  # found without this function from now on
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_TABLE, *_PACKAGES})

@@ -1,0 +1,301 @@
+"""What a person declares: a router by its arguments, turned into IR.
+
+The grammar, in order: logits (+ gate bias) -> score over all experts -> selection score (+ selection bias) -> group
+filter -> top-k -> weight of each pick, from the score without the selection bias -> division -> scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from moesaic.ir.attributes import Call
+from moesaic.ir.builder import Builder
+from moesaic.ir.core import Module, OpResult, Value, create_one
+from moesaic.ir.errors import InputError, suggestion
+from moesaic.ir.types import DType, symbol, tensor
+
+Score = str | Callable[[Value], Value]
+
+OUTPUTS = ("weights", "indices", "counts", "probs", "map")
+
+
+def _sqrtsoftplus(x: Value) -> Value:
+    return create_one("math.sqrt", create_one("math.softplus", x))
+
+
+# A score function is an expression over the logits; to add one, compose ops here or pass the function itself.
+SCORES: Mapping[str, Callable[[Value], Value]] = {
+    "softmax": lambda x: create_one("row.softmax", x),
+    "sigmoid": lambda x: create_one("math.sigmoid", x),
+    "sqrtsoftplus": _sqrtsoftplus,
+}
+
+
+@dataclass(frozen=True)
+class Normalization:
+    """w_k / max(sum_j w_j + eps, min); make it with ``norm.sum``."""
+
+    eps: float = 0.0
+    min: float = 0.0
+
+
+class _Norms:
+    """Ways to renormalise the weights of the picks."""
+
+    @staticmethod
+    def sum(eps: float = 0.0, min: float = 0.0) -> Normalization:
+        """w_k / max(sum_j w_j + eps, min); zero weights where the divisor is 0.
+
+        Raises:
+            InputError: eps or min is negative or not finite.
+        """
+        for name, value in (("eps", eps), ("min", min)):
+            if not 0 <= value < float("inf"):
+                raise InputError(f"norm.sum: {name} must be a finite number >= 0, found {value!r}")
+        return Normalization(eps, min)
+
+
+norm = _Norms()
+
+
+def sum_top(n: int) -> Call:
+    """Group score: the sum of the n best values of a group.
+
+    Raises:
+        InputError: n is not a positive integer.
+    """
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise InputError(f"sum_top: n must be an integer >= 1, found {n!r}")
+    return Call("sum_top", (n,))
+
+
+@dataclass(frozen=True)
+class Router:
+    """Which experts a token goes to, and with what weight.
+
+    With x the logits [T, E] in float32 (plus the gate bias), s the score function and b the selection bias::
+
+        score_then_topk:  i = topk(s(x) + b),  w_k = s(x)[i_k]
+        topk_then_score:  i = topk(x + b),     w   = s(x[i])
+        weights = scale * w / max(sum w + eps, min)      (the division only if renormalised)
+
+    Selection order is (value descending, index ascending), -0 equal to +0, NaN below -inf. Where the score is strictly
+    increasing in the logit and nothing is added to it, picks are ranked on the logits: the same order in exact
+    arithmetic, finer where float32 scores saturate. ``rank="score"`` forces ranking on the score.
+
+    Args:
+        num_experts: E.
+        top_k: K, picks per token, 1 <= K <= E.
+        score: ``"softmax"``, ``"sigmoid"``, ``"sqrtsoftplus"``, or a function of an IR value.
+        order: ``"score_then_topk"`` or ``"topk_then_score"``.
+        selection_bias: input ``bias`` [E] f32, added for selection only; it gets no gradient.
+        gate_bias: input ``gate_bias`` [E] f32, added to the logits; it gets a gradient.
+        groups, groups_kept: only the best `groups_kept` of `groups` equal groups of experts can be picked.
+        group_score: ``"max"``, ``"sum_top2"`` or ``sum_top(n)``.
+        renormalize: ``True`` (divide by the sum), ``False`` or ``norm.sum(eps=, min=)``.
+        renorm_eps: added to the sum, with ``renormalize=True``.
+        scale: constant factor of the weights.
+        outputs: any of ``weights`` [T, K], ``indices`` [T, K] i32, ``counts`` [E] i32, ``probs`` [T, E] in the logits'
+            dtype (the weight where picked, else 0), ``map`` [T, E] u8 (1 where picked).
+        dtype: of the logits; ``None`` takes it from each call.
+        weights_dtype: of ``weights``.
+        rank: ``"auto"`` or ``"score"``, see above.
+
+    Raises:
+        InputError: an argument, or a combination of them, that has no meaning.
+    """
+
+    num_experts: int
+    top_k: int
+    score: Score = "softmax"
+    order: str = "score_then_topk"
+    selection_bias: bool = False
+    gate_bias: bool = False
+    groups: int | None = None
+    groups_kept: int | None = None
+    group_score: str | Call = "sum_top2"
+    renormalize: bool | Normalization = False
+    renorm_eps: float = 0.0
+    scale: float = 1.0
+    outputs: tuple[str, ...] = ("weights", "indices", "counts")
+    dtype: str | None = None
+    weights_dtype: str = "fp32"
+    rank: str = "auto"
+    name: str = field(default="route", kw_only=True)
+
+    def __post_init__(self) -> None:
+        e, k = self.num_experts, self.top_k
+        if not _is_int(e) or e < 1:
+            raise InputError(f"num_experts must be an integer >= 1, found {e!r}")
+        if not _is_int(k) or not 1 <= k <= e:
+            raise InputError(f"top_k must be an integer between 1 and num_experts = {e}, found top_k = {k!r}")
+        if isinstance(self.score, str):
+            _choice("score", self.score, SCORES)
+        elif not callable(self.score):
+            raise InputError(f"score must be a name or a function of an IR value, found {self.score!r}")
+        _choice("order", self.order, ("score_then_topk", "topk_then_score"))
+        _choice("rank", self.rank, ("auto", "score"))
+        self._check_groups()
+        if not isinstance(self.renormalize, bool | Normalization):
+            raise InputError(f"renormalize must be True, False or norm.sum(...), found {self.renormalize!r}")
+        if self.renorm_eps and self.renormalize is not True:
+            raise InputError("renorm_eps goes with renormalize=True; otherwise give eps in norm.sum(eps=...)")
+        norm.sum(eps=self.renorm_eps)
+        if not isinstance(self.scale, int | float) or abs(self.scale) == float("inf") or self.scale != self.scale:
+            raise InputError(f"scale must be a finite number, found {self.scale!r}")
+        object.__setattr__(self, "outputs", tuple(self.outputs))
+        if not self.outputs:
+            raise InputError(f"outputs is empty; name at least one of {', '.join(OUTPUTS)}")
+        for output in self.outputs:
+            _choice("outputs", output, OUTPUTS)
+        if len(set(self.outputs)) != len(self.outputs):
+            raise InputError(f"outputs names one twice: {self.outputs}")
+        for field_name in ("dtype", "weights_dtype"):
+            value = getattr(self, field_name)
+            if value is not None and not DType.parse(value).is_float:
+                raise InputError(f"{field_name} must be a float type, found {value}")
+
+    def _check_groups(self) -> None:
+        e, k = self.num_experts, self.top_k
+        if (self.groups is None) != (self.groups_kept is None):
+            raise InputError("groups and groups_kept go together: give both or neither")
+        if self.groups is None or self.groups_kept is None:
+            return
+        if not _is_int(self.groups) or self.groups < 1 or e % self.groups:
+            raise InputError(f"groups must divide num_experts = {e}, found groups = {self.groups!r}")
+        if not _is_int(self.groups_kept) or not 1 <= self.groups_kept <= self.groups:
+            raise InputError(
+                f"groups_kept must be between 1 and groups = {self.groups}, found groups_kept = {self.groups_kept!r}"
+            )
+        size = e // self.groups
+        if k > self.groups_kept * size:
+            raise InputError(
+                f"top_k = {k} is more than the {self.groups_kept * size} experts of {self.groups_kept} groups kept "
+                f"({e} experts in {self.groups} groups of {size})"
+            )
+        best = _group_score(self.group_score)
+        if best.name == "sum_top" and best.arguments[0] > size:
+            raise InputError(
+                f"group_score sums the best {best.arguments[0]} of a group, but a group holds {size} experts "
+                f"({e} experts in {self.groups} groups); use 'max' or sum_top(n) with n <= {size}"
+            )
+
+    @property
+    def normalization(self) -> Normalization | None:
+        """The division of the weights, or ``None``."""
+        if isinstance(self.renormalize, Normalization):
+            return self.renormalize
+        return Normalization(eps=self.renorm_eps) if self.renormalize else None
+
+    def module(self, dtype: DType | str | None = None) -> Module:
+        """The router as IR, for logits of the given dtype (default: the declared one, else float32)."""
+        logits_dtype = DType.parse(dtype or self.dtype or "f32")
+        tokens = symbol("T")
+        b = Builder(self.name)
+        logits: Value = b.input("logits", tensor(logits_dtype, tokens, self.num_experts))
+        if self.gate_bias:
+            logits = logits + b.input("gate_bias", tensor(DType.F32, self.num_experts))
+        bias = b.input("bias", tensor(DType.F32, self.num_experts)) if self.selection_bias else None
+        indices, weights = self._select(b, logits, bias)
+        if self.normalization is not None:
+            n = self.normalization
+            weights = b.op("row.normalize", weights, eps=n.eps or None, min=n.min or None)
+        if self.scale != 1.0:
+            weights = weights * float(self.scale)
+        made = {name: self._output(b, name, weights, indices, logits_dtype) for name in self.outputs}
+        return b.build(**made)
+
+    def _select(self, b: Builder, logits: Value, bias: Value | None) -> tuple[Value, Value]:
+        """(indices, weights before the division)."""
+        if self.order == "topk_then_score":
+            selection = logits if bias is None else logits + bias
+            values, indices = b.op("row.topk", selection, *self._allowed(b, selection), k=self.top_k)
+            picked = values if bias is None else b.op("row.gather", logits, indices)
+            return indices, self._score(picked)
+        scores = self._score(logits)
+        selection = scores
+        if bias is not None:
+            selection = scores + bias
+            selection.name = "selection"
+        ranked = logits if bias is None and self.rank == "auto" and _increasing(scores, logits) else selection
+        _, indices = b.op("row.topk", ranked, *self._allowed(b, selection), k=self.top_k)
+        return indices, b.op("row.gather", scores, indices, named="picked_scores")
+
+    def _score(self, x: Value) -> Value:
+        function = SCORES[self.score] if isinstance(self.score, str) else self.score
+        scores = function(x)
+        if not isinstance(scores, Value):
+            raise InputError(f"score must return an IR value, found {type(scores).__name__} {scores!r}")
+        if scores.type.shape != x.type.shape:
+            raise InputError(f"score must keep the shape {x.type}, found {scores.type}")
+        if isinstance(scores, OpResult):
+            scores.name = "scores"
+        return scores
+
+    def _allowed(self, b: Builder, selection: Value) -> tuple[Value, ...]:
+        if self.groups is None or self.groups_kept is None:
+            return ()
+        score = _group_score(self.group_score)
+        return (
+            b.op(
+                "row.group_limit",
+                selection,
+                groups=self.groups,
+                keep=self.groups_kept,
+                score=score if score.arguments else score.name,
+                named="allowed",
+            ),
+        )
+
+    def _output(self, b: Builder, name: str, weights: Value, indices: Value, dtype: DType) -> Value:
+        if name == "weights":
+            target = DType.parse(self.weights_dtype)
+            return weights if weights.type.dtype is target else _op(b, "math.cast", weights, dtype=target.value)
+        if name == "indices":
+            return indices
+        if name == "counts":
+            return _op(b, "col.count", indices, size=self.num_experts)
+        if name == "map":
+            return _op(b, "row.membership", indices, size=self.num_experts)
+        probs = _op(b, "row.scatter", weights, indices, size=self.num_experts)
+        return probs if dtype is DType.F32 else _op(b, "math.cast", probs, dtype=dtype.value)
+
+
+def _op(b: Builder, name: str, *operands: Value, **attributes: int | str) -> Value:
+    value: Value = b.op(name, *operands, **attributes)
+    return value
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _choice(what: str, value: object, known: Mapping[str, object] | tuple[str, ...]) -> None:
+    if value not in known:
+        raise InputError(
+            f"unknown {what} {value!r}{suggestion(str(value), known)}; known: {', '.join(map(repr, known))}"
+        )
+
+
+def _group_score(value: str | Call) -> Call:
+    if isinstance(value, Call):
+        return value
+    if value == "max":
+        return Call("max")
+    digits = value.removeprefix("sum_top")
+    if value.startswith("sum_top") and digits.isdigit():
+        return sum_top(int(digits))
+    raise InputError(f"unknown group_score {value!r}{suggestion(value, ['max', 'sum_top2'])}; use 'max' or sum_top(n)")
+
+
+def _increasing(scores: Value, logits: Value) -> bool:
+    """Whether the scores are a chain of strictly increasing ops over the logits."""
+    value = scores
+    while value is not logits:
+        if not isinstance(value, OpResult) or len(value.op.operands) != 1:
+            return False
+        if not getattr(value.op, "strictly_increasing", False):
+            return False
+        value = value.op.operands[0]
+    return True

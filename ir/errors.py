@@ -1,0 +1,65 @@
+"""Every error moesaic raises.
+
+An error says what was found, what was expected, where, and what to do. The classes also carry the exit
+code the command line ends with, so that a script can tell a mistake in its input from a missing tool.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import ClassVar
+
+
+class MoesaicError(Exception):
+    """Base of all errors raised on purpose."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class InputError(MoesaicError, ValueError):
+    """A value the caller passed cannot be used: an argument, a shape, an attribute."""
+
+
+class InputTypeError(MoesaicError, TypeError):
+    """An argument of the wrong kind, or one that was not declared."""
+
+
+class UsageError(MoesaicError):
+    """The command line or a pipeline string is not well formed."""
+
+    exit_code = 2
+
+
+class ToolchainError(MoesaicError, RuntimeError):
+    """Something outside the project is missing: NVRTC, headers, a driver, a GPU, a C++ compiler."""
+
+    exit_code = 3
+
+
+class UnsupportedError(MoesaicError, RuntimeError):
+    """The request is well formed, but this version cannot do it; the message names what can."""
+
+
+class KernelCompileError(MoesaicError, RuntimeError):
+    """NVRTC or the host compiler rejected a generated kernel: a fault of ours, never of the input."""
+
+    exit_code = 70
+
+
+class InternalError(MoesaicError, RuntimeError):
+    """An invariant of the compiler does not hold."""
+
+    exit_code = 70
+
+
+class EmulationError(MoesaicError, RuntimeError):
+    """The emulator caught a kernel doing something a GPU would not forgive."""
+
+    exit_code = 70
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """``"; did you mean 'x'?"`` for the nearest of `known`, else the empty string."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {near[0]!r}?" if near else ""

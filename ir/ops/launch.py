@@ -1,0 +1,59 @@
+"""``launch.``: after planning, buffers and launches in order.
+
+A ``launch.kernel`` takes what it reads, then what it writes; it has no results. Its region (row programs) still holds
+the fused ops, and its yield lists the values in the order of the written buffers. ``specialize`` fills in the
+configuration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moesaic.ir import core
+from moesaic.ir.core import Op, result
+from moesaic.ir.types import TensorType
+
+
+class Alloc(Op):
+    """A buffer: a result handed to the caller, or a slot of the workspace that later buffers may reuse."""
+
+    name = "launch.alloc"
+    pure = False
+    buffer = result("the buffer")
+    type = core.string("its tensor type")
+    space = core.string("who owns it", choices=("result", "workspace"))
+    slot = core.integer("workspace slot; buffers of one slot never live at once", minimum=0, default=0)
+
+    def infer(self) -> Sequence[TensorType]:
+        return [TensorType.parse(self.type)]
+
+
+class Kernel(Op):
+    """One launch of one kernel of a template family."""
+
+    name = "launch.kernel"
+    variadic = True
+    pure = False
+    has_region = True
+    symbol = core.string("name of the kernel")
+    template = core.string("template family", choices=("row_program", "col_finish"))
+    reads = core.integer("how many of the operands are read; the rest are written", minimum=0)
+    blocks = core.string("symbol that stands for the number of blocks", default="")
+    config = core.strings("configuration chosen by `specialize`, as name=value", default=())
+
+    def verify(self) -> None:
+        if self.reads > len(self.operands):
+            self.fail(f"reads {self.reads} of {len(self.operands)} operands")
+        if self.region is None or len(self.region.arguments) != self.reads:
+            self.fail(f"the region must have one argument for each of the {self.reads} operands read")
+        if len(self.region.terminator.operands) != len(self.operands) - self.reads:
+            self.fail(f"the region must yield one value for each of the {len(self.operands) - self.reads} written")
+
+    @property
+    def written(self) -> list[core.Value]:
+        return self.operands[self.reads :]
+
+    @property
+    def configuration(self) -> dict[str, str]:
+        """The choices of `specialize` by name."""
+        return dict(item.split("=", 1) for item in self.config)

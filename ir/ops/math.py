@@ -1,0 +1,454 @@
+"""``math.``: elementwise ops, any shape, NumPy broadcasting.
+
+To add a score function or an activation, add one class here: the equation, the reference, the gradient and the CUDA
+expression. Arithmetic is float32 whatever the storage type of the operands (float64 stays float64, on the reference
+backend only).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from moesaic.ir import core
+from moesaic.ir.arrays import Array, ArrayNamespace
+from moesaic.ir.attributes import format_float
+from moesaic.ir.core import Op, Value, create_one, operand, result
+from moesaic.ir.errors import InputError
+from moesaic.ir.types import DType, TensorType, broadcast_shapes
+
+
+class Elementwise(Op):
+    """Base: one result, of the broadcast shape of the operands."""
+
+    cuda: ClassVar[str] = ""
+    """C++ expression over ``{0}``, ``{1}``, …: float operands, float result."""
+    strictly_increasing: ClassVar[bool] = False
+    """In its only operand, in exact arithmetic: ranking the operand ranks the result."""
+
+    def result_dtype(self) -> DType:
+        return DType.F64 if any(v.type.dtype is DType.F64 for v in self.operands) else DType.F32
+
+    def infer(self) -> Sequence[TensorType]:
+        try:
+            shape = broadcast_shapes(*(v.type.shape for v in self.operands))
+        except InputError as error:
+            self.fail(str(error))
+        return [TensorType(shape, self.result_dtype())]
+
+    def cuda_expression(self, *operands: str) -> str:
+        """The C++ expression of one element."""
+        return self.cuda.format(*operands)
+
+    def reference(self, xp: ArrayNamespace, *operands: Array) -> Array:
+        return self.formula(xp, *(xp.upcast(x) for x in operands))
+
+    def formula(self, xp: ArrayNamespace, *operands: Array) -> Array:
+        """:meth:`reference` on operands already in the type of the arithmetic."""
+        raise NotImplementedError
+
+
+class Unary(Elementwise):
+    x = operand("any shape")
+    y = result("same shape, f32")
+
+
+class Binary(Elementwise):
+    a = operand("any shape")
+    b = operand("broadcasts against a")
+    y = result("broadcast shape, f32")
+
+
+class Add(Binary):
+    """y = a + b."""
+
+    name = "math.add"
+    cuda = "{0} + {1}"
+
+    def formula(self, xp: ArrayNamespace, *operands: Array) -> Array:
+        return operands[0] + operands[1]
+
+    def gradient(self, *cotangents: Value | None) -> Sequence[Value | None]:
+        return [cotangents[0], cotangents[0]]
+
+
+class Sub(Binary):
+    """y = a - b."""
+
+    name = "math.sub"
+    cuda = "{0} - {1}"
+
+    def formula(self, xp: ArrayNamespace, *operands: Array) -> Array:
+        return operands[0] - operands[1]
+
+    def gradient(self, *cotangents: Value | None) -> Sequence[Value | None]:
+        dy = _only(cotangents)
+        return [dy, -dy]
+
+
+class Mul(Binary):
+    """y = a * b."""
+
+    name = "math.mul"
+    cuda = "{0} * {1}"
+
+    def formula(self, xp: ArrayNamespace, *operands: Array) -> Array:
+        return operands[0] * operands[1]
+
+    def gradient(self, *cotangents: Value | None) -> Sequence[Value | None]:
+        dy = _only(cotangents)
+        return [dy * self.b, dy * self.a]
+
+
+class Div(Binary):
+    """y = a / b, as IEEE 754 has it (0/0 is NaN)."""
+
+    name = "math.div"
+    cuda = "moesaic::divide({0}, {1})"
+
+    def formula(self, xp: ArrayNamespace, *operands: Array) -> Array:
+        return operands[0] / operands[1]
+
+    def gradient(self, *cotangents: Value | None) -> Sequence[Value | None]:
+        da = _only(cotangents) / self.b
+        # Two divisions by b: its square overflows long before b does.
+        return [da, -(da * self.a / self.b)]
+
+
+class SafeDiv(Binary):
+    """y = a / b where b is not 0, else 0. A sum of weights that underflowed divides nothing."""
+
+    name = "math.safe_div"
+    cuda = "moesaic::safe_divide({0}, {1})"
+
+    def formula(self, xp: ArrayNamespace, *operands: Array) -> Array:
+        a, b = operands
+        zero = b == 0
+        # The divisor is replaced too, so that the derivative of the branch not taken stays finite.
+        quotient = a / xp.where(zero, xp.constant(1.0, b), b)
+        return xp.where(zero, xp.constant(0.0, quotient), quotient)
+
+    def gradient(self, *cotangents: Value | None) -> Sequence[Value | None]:
+        da = create_one("math.safe_div", _only(cotangents), self.b)
+        return [da, -create_one("math.safe_div", da * self.a, self.b)]
+
+
+class Maximum(Binary):
+    """y = max(a, b); NaN if either is. The gradient goes to a where a >= b, else to b."""
+
+    name = "math.maximum"
+    cuda = "moesaic::maximum({0}, {1})"
+
+    def formula(self, xp: ArrayNamespace, *operands: Array) -> Array:
+        return xp.maximum(operands[0], operands[1])
+
+    def gradient(self, *cotangents: Value | None) -> Sequence[Value | None]:
+        dy = _only(cotangents)
+        second = create_one("math.less", self.a, self.b)
+        return [select(second, 0.0, dy), select(second, dy, 0.0)]
+
+
+class Minimum(Binary):
+    """y = min(a, b); NaN if either is. The gradient goes to a where a <= b, else to b."""
+
+    name = "math.minimum"
+    cuda = "moesaic::minimum({0}, {1})"
+
+    def formula(self, xp: ArrayNamespace, *operands: Array) -> Array:
+        return xp.minimum(operands[0], operands[1])
+
+    def gradient(self, *cotangents: Value | None) -> Sequence[Value | None]:
+        dy = _only(cotangents)
+        second = create_one("math.less", self.b, self.a)
+        return [select(second, 0.0, dy), select(second, dy, 0.0)]
+
+
+class Less(Binary):
+    """y = a < b (false with NaN)."""
+
+    name = "math.less"
+    cuda = "{0} < {1}"
+
+    def result_dtype(self) -> DType:
+        return DType.I1
+
+    def formula(self, xp: ArrayNamespace, *operands: Array) -> Array:
+        return operands[0] < operands[1]
+
+
+class Equal(Binary):
+    """y = a == b (false with NaN; -0 equals +0)."""
+
+    name = "math.equal"
+    cuda = "{0} == {1}"
+
+    def result_dtype(self) -> DType:
+        return DType.I1
+
+    def formula(self, xp: ArrayNamespace, *operands: Array) -> Array:
+        return operands[0] == operands[1]
+
+
+class Select(Elementwise):
+    """y = a where the condition holds, else b; the other side is not looked at, so its NaN does not spread."""
+
+    name = "math.select"
+    cuda = "{0} ? {1} : {2}"
+    condition = operand("i1 or u8")
+    a = operand("taken where the condition holds")
+    b = operand("taken elsewhere")
+    y = result("broadcast shape, f32")
+
+    def verify(self) -> None:
+        if self.condition.type.dtype not in (DType.I1, DType.U8):
+            self.fail(f"condition must be i1 or u8, found {self.condition.type}")
+
+    def formula(self, xp: ArrayNamespace, *operands: Array) -> Array:
+        return xp.where(operands[0] != 0, operands[1], operands[2])
+
+    def gradient(self, *cotangents: Value | None) -> Sequence[Value | None]:
+        dy = _only(cotangents)
+        return [None, select(self.condition, dy, 0.0), select(self.condition, 0.0, dy)]
+
+
+class Neg(Unary):
+    """y = -x."""
+
+    name = "math.neg"
+    cuda = "-{0}"
+
+    def formula(self, xp: ArrayNamespace, *operands: Array) -> Array:
+        return -operands[0]
+
+    def gradient(self, *cotangents: Value | None) -> Sequence[Value | None]:
+        return [-_only(cotangents)]
+
+
+class Exp(Unary):
+    """y = e^x."""
+
+    name = "math.exp"
+    cuda = "moesaic::exp({0})"
+    strictly_increasing = True
+
+    def formula(self, xp: ArrayNamespace, *operands: Array) -> Array:
+        return xp.exp(operands[0])
+
+    def gradient(self, *cotangents: Value | None) -> Sequence[Value | None]:
+        return [_only(cotangents) * self.y]
+
+
+class Log(Unary):
+    """y = ln(x)."""
+
+    name = "math.log"
+    cuda = "logf({0})"
+    strictly_increasing = True
+
+    def formula(self, xp: ArrayNamespace, *operands: Array) -> Array:
+        return xp.log(operands[0])
+
+    def gradient(self, *cotangents: Value | None) -> Sequence[Value | None]:
+        return [_only(cotangents) / self.x]
+
+
+class Log1p(Unary):
+    """y = ln(1 + x)."""
+
+    name = "math.log1p"
+    cuda = "log1pf({0})"
+    strictly_increasing = True
+
+    def formula(self, xp: ArrayNamespace, *operands: Array) -> Array:
+        return xp.log1p(operands[0])
+
+    def gradient(self, *cotangents: Value | None) -> Sequence[Value | None]:
+        return [_only(cotangents) / (self.x + 1.0)]
+
+
+class Sqrt(Unary):
+    """y = sqrt(x). The derivative at 0 is taken as 0, so that an underflowed score gives no infinite gradient."""
+
+    name = "math.sqrt"
+    cuda = "moesaic::square_root({0})"
+    strictly_increasing = True
+
+    def formula(self, xp: ArrayNamespace, *operands: Array) -> Array:
+        x = operands[0]
+        zero = x == 0
+        root = xp.sqrt(xp.where(zero, xp.constant(1.0, x), x))
+        return xp.where(zero, xp.constant(0.0, x), root)
+
+    def gradient(self, *cotangents: Value | None) -> Sequence[Value | None]:
+        return [create_one("math.safe_div", _only(cotangents) * 0.5, self.y)]
+
+
+class Tanh(Unary):
+    """y = tanh(x)."""
+
+    name = "math.tanh"
+    cuda = "tanhf({0})"
+    strictly_increasing = True
+
+    def formula(self, xp: ArrayNamespace, *operands: Array) -> Array:
+        return xp.tanh(operands[0])
+
+    def gradient(self, *cotangents: Value | None) -> Sequence[Value | None]:
+        return [_only(cotangents) * (1.0 - self.y * self.y)]
+
+
+class Sigmoid(Unary):
+    """y = 1 / (1 + e^-x)."""
+
+    name = "math.sigmoid"
+    cuda = "moesaic::sigmoid({0})"
+    strictly_increasing = True
+
+    def formula(self, xp: ArrayNamespace, *operands: Array) -> Array:
+        return xp.sigmoid(operands[0])
+
+    def gradient(self, *cotangents: Value | None) -> Sequence[Value | None]:
+        return [_only(cotangents) * (self.y * (1.0 - self.y))]
+
+
+class Softplus(Unary):
+    """y = ln(1 + e^x), computed as max(x, 0) + log1p(e^-|x|), so that it neither overflows nor loses its tail."""
+
+    name = "math.softplus"
+    cuda = "moesaic::softplus({0})"
+    strictly_increasing = True
+
+    def formula(self, xp: ArrayNamespace, *operands: Array) -> Array:
+        return xp.softplus(operands[0])
+
+    def gradient(self, *cotangents: Value | None) -> Sequence[Value | None]:
+        return [_only(cotangents) * create_one("math.sigmoid", self.x)]
+
+
+class Relu(Unary):
+    """y = max(x, 0); NaN stays NaN. The derivative at 0 is 0."""
+
+    name = "math.relu"
+    cuda = "moesaic::maximum({0}, 0.0f)"
+
+    def formula(self, xp: ArrayNamespace, *operands: Array) -> Array:
+        x = operands[0]
+        return xp.where(x <= 0, xp.constant(0.0, x), x)
+
+    def gradient(self, *cotangents: Value | None) -> Sequence[Value | None]:
+        return [select(create_one("math.less", 0.0, self.x), _only(cotangents), 0.0)]
+
+
+class Silu(Unary):
+    """y = x / (1 + e^-x)."""
+
+    name = "math.silu"
+    cuda = "{0} * moesaic::sigmoid({0})"
+
+    def formula(self, xp: ArrayNamespace, *operands: Array) -> Array:
+        return operands[0] * xp.sigmoid(operands[0])
+
+    def gradient(self, *cotangents: Value | None) -> Sequence[Value | None]:
+        s = create_one("math.sigmoid", self.x)
+        return [_only(cotangents) * (s + self.y * (1.0 - s))]
+
+
+class GeluTanh(Unary):
+    """y = x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x^3)))."""
+
+    name = "math.gelu_tanh"
+    cuda = "moesaic::gelu_tanh({0})"
+    ROOT_2_OVER_PI: ClassVar[float] = 0.7978845608028654
+    CUBIC: ClassVar[float] = 0.044715
+
+    def formula(self, xp: ArrayNamespace, *operands: Array) -> Array:
+        x = operands[0]
+        return 0.5 * x * (1.0 + xp.tanh(self.ROOT_2_OVER_PI * (x + self.CUBIC * x * x * x)))
+
+    def gradient(self, *cotangents: Value | None) -> Sequence[Value | None]:
+        x = self.x
+        square = x * x
+        t = create_one("math.tanh", (x + square * x * self.CUBIC) * self.ROOT_2_OVER_PI)
+        slope = (1.0 - t * t) * (1.0 + square * (3.0 * self.CUBIC)) * self.ROOT_2_OVER_PI
+        return [_only(cotangents) * ((t + 1.0) * 0.5 + x * slope * 0.5)]
+
+
+class Clamp(Unary):
+    """y = min(max(x, min), max); NaN stays NaN. The derivative outside the limits is 0, at a limit 1."""
+
+    name = "math.clamp"
+    min = core.number("lower limit", default=-3.4028234663852886e38)
+    max = core.number("upper limit", default=3.4028234663852886e38)
+
+    def verify(self) -> None:
+        if self.min > self.max:
+            self.fail(f"min {format_float(self.min)} is above max {format_float(self.max)}")
+
+    def cuda_expression(self, *operands: str) -> str:
+        low, high = (format_float(float(v)) + "f" for v in (self.min, self.max))
+        return f"moesaic::minimum(moesaic::maximum({operands[0]}, {low}), {high})"
+
+    def formula(self, xp: ArrayNamespace, *operands: Array) -> Array:
+        x = operands[0]
+        low = xp.where(x < self.min, xp.constant(self.min, x), x)
+        return xp.where(low > self.max, xp.constant(self.max, x), low)
+
+    def gradient(self, *cotangents: Value | None) -> Sequence[Value | None]:
+        inside = select(create_one("math.less", self.max, self.x), 0.0, _only(cotangents))
+        return [select(create_one("math.less", self.x, self.min), 0.0, inside)]
+
+
+class Cast(Elementwise):
+    """y = x rounded to another element type (to nearest, ties to even)."""
+
+    name = "math.cast"
+    x = operand("any shape")
+    y = result("same shape, of the type asked")
+    dtype = core.string("element type of the result", choices=tuple(d.value for d in DType))
+
+    def result_dtype(self) -> DType:
+        return DType.parse(self.dtype)
+
+    def cuda_expression(self, *operands: str) -> str:
+        target = {"bf16": "moesaic::round_to<__nv_bfloat16>", "f16": "moesaic::round_to<__half>"}.get(self.dtype)
+        if target is not None:
+            return f"{target}({operands[0]})"
+        return f"static_cast<{'float' if self.dtype == 'f32' else 'int'}>({operands[0]})"
+
+    def reference(self, xp: ArrayNamespace, *operands: Array) -> Array:
+        return xp.cast(operands[0], DType.parse(self.dtype))
+
+    def gradient(self, *cotangents: Value | None) -> Sequence[Value | None]:
+        return [cotangents[0] if DType.parse(self.dtype).is_float else None]
+
+
+class Broadcast(Elementwise):
+    """y = x repeated to the shape of another value."""
+
+    name = "math.broadcast"
+    cuda = "{0}"
+    x = operand("broadcasts to the other's shape")
+    like = operand("gives the shape; its values are not used")
+    y = result("shape of `like`, f32")
+
+    def cuda_expression(self, *operands: str) -> str:
+        return operands[0]
+
+    def formula(self, xp: ArrayNamespace, *operands: Array) -> Array:
+        return xp.broadcast_to(operands[0], xp.shape(operands[1]))
+
+    def gradient(self, *cotangents: Value | None) -> Sequence[Value | None]:
+        return [cotangents[0], None]
+
+
+def select(condition: Value, a: Value | float, b: Value | float) -> Value:
+    """``math.select`` with constants allowed on either side."""
+    return create_one("math.select", condition, a, b)
+
+
+def _only(cotangents: Sequence[Value | None]) -> Value:
+    """The cotangent of the single result; the pass never asks for a gradient without one."""
+    value = cotangents[0]
+    if value is None:
+        raise InputError("the gradient of an op with one result needs its cotangent")
+    return value

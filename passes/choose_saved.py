@@ -1,0 +1,170 @@
+"""``choose-saved``: what forward keeps for backward, and what backward computes again.
+
+Recomputing inside a fused kernel costs no memory traffic, keeping a value costs its bytes twice. So the question is a
+minimum cut: between the inputs, which live anyway, and what backward needs of the forward computation, cut the values
+of fewest bytes per token. Ops that must not run twice (a top-k: the slow part of a router) have no edge from their
+operands, so their results are always on the kept side.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import ClassVar
+
+from moesaic.ir.attributes import format_attributes
+from moesaic.ir.core import Block, BlockArgument, Constant, Function, Module, OpResult, Value
+from moesaic.ir.ops import row
+from moesaic.ir.ops.kernel import RowProgram
+from moesaic.passes.dce import sweep
+from moesaic.passes.differentiate import SUFFIX
+from moesaic.passes.manager import Pass, PassContext
+from moesaic.passes.rewriting import inserting_before
+from moesaic.passes.sink_gathers import at_picks
+
+@dataclass(frozen=True)
+class ChooseSaved(Pass):
+    """Hands values from the forward kernel to the backward kernel instead of computing them twice."""
+
+    name: ClassVar[str] = "choose-saved"
+    requires: ClassVar[str | None] = "fused"
+    establishes: ClassVar[str | None] = "fused"
+
+    def run(self, module: Module, context: PassContext) -> bool:
+        forward = module.entry
+        if not module.has_function(forward.name + SUFFIX):
+            return False
+        backward = module.function(forward.name + SUFFIX)
+        producer, consumer = _row_program(forward), _row_program(backward)
+        if producer is None or consumer is None or producer.region is None or consumer.region is None:
+            return False
+        _values_from_picks(consumer.region)
+        sweep(consumer.region)
+
+        known = {key: value for value, key in _keys(producer.region).items()}
+        shared = {v: known[k] for v, k in _keys(consumer.region).items() if k in known and isinstance(v, OpResult)}
+        saved = _minimum_cut(consumer.region, shared)
+        replaced: dict[Value, Value] = {}
+        bytes_per_token = 0
+        for value in saved:
+            source = shared[value]
+            name = _expose(forward, source)
+            argument = backward.body.add_argument(value.type, name)
+            consumer.operands.append(argument)
+            replaced[value] = consumer.region.add_argument(value.type, name)
+            bytes_per_token += _bytes_per_token(value)
+        consumer.region.replace(replaced)
+        sweep(backward.body)
+        used = {v for op in backward.body.ops for v in op.operands}
+        backward.body.arguments = [a for a in backward.body.arguments if a in used]
+        kept = ", ".join(f"{replaced[v].name} {v.type}" for v in saved) or "nothing"
+        recomputed = sum(1 for v in shared if isinstance(v, OpResult) and v.op in consumer.region.ops)
+        inputs = [a.name for a in backward.arguments if a.name in {f.name for f in forward.arguments}]
+        context.remarks.append(
+            f"choose-saved: keeps {kept} ({bytes_per_token} B/token); backward computes {recomputed} forward values "
+            f"again from {', '.join(inputs) or 'nothing'}"
+        )
+        return True
+
+
+def _row_program(function: Function) -> RowProgram | None:
+    return next((op for op in function.body.ops if isinstance(op, RowProgram)), None)
+
+
+def _values_from_picks(region: Block) -> None:
+    """Values of a top-k become a gather at its indices, so that the indices alone stand for the selection."""
+    for op in list(region.ops):
+        if isinstance(op, row.TopK) and region.users(op.values):
+            after = region.ops[region.ops.index(op) + 1]
+            with inserting_before(region, after):
+                values = at_picks(op.x, op.indices, use_values=False)
+            region.replace({op.values: values})
+
+
+def _keys(region: Block) -> dict[Value, str]:
+    """A digest for each value of how it is computed from the region's named arguments."""
+    keys: dict[Value, str] = {a: _digest("argument", a.name, str(a.type)) for a in region.arguments}
+    for op in region.ops:
+        operands = [f"constant {v.value!r}" if isinstance(v, Constant) else keys[v] for v in op.operands]
+        for r in op.results:
+            keys[r] = _digest(op.name, format_attributes(op.attributes), str(r.index), *operands)
+    return keys
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def _bytes_per_token(value: Value) -> int:
+    columns = value.type.shape[-1] if value.type.rank == 2 else 0
+    return (columns if isinstance(columns, int) else 0) * value.type.dtype.bytes
+
+
+def _minimum_cut(region: Block, shared: dict[Value, Value]) -> list[Value]:
+    """The forward values that backward should be given, by a minimum cut over bytes per token."""
+    import networkx as nx  # only here: importing it takes longer than most pipelines
+
+    graph = nx.DiGraph()
+    graph.add_nodes_from(["source", "sink"])
+    ids = {v: i for i, v in enumerate([*region.arguments, *(r for op in region.ops for r in op.results)])}
+
+    def available(value: Value) -> bool:
+        return isinstance(value, BlockArgument) or value in shared
+
+    for value, number in ids.items():
+        if not available(value):
+            continue
+        if isinstance(value, BlockArgument):
+            graph.add_edge("source", ("in", number))
+            graph.add_edge(("in", number), ("out", number), capacity=0)  # lives anyway
+            continue
+        graph.add_edge(("in", number), ("out", number), capacity=_bytes_per_token(value))
+        assert isinstance(value, OpResult)
+        if isinstance(value.op, row.TopK):
+            graph.add_edge("source", ("in", number))
+        else:
+            for operand in value.op.operands:
+                if not isinstance(operand, Constant):
+                    graph.add_edge(("out", ids[operand]), ("in", number))
+    for op in region.ops:
+        if any(r in shared for r in op.results):
+            continue
+        for operand in op.operands:
+            if operand in ids and available(operand):
+                graph.add_edge(("out", ids[operand]), "sink")
+
+    _, (reachable, _) = nx.minimum_cut(graph, "source", "sink")
+    cut = [
+        value
+        for value, number in ids.items()
+        if value in shared and ("in", number) in reachable and ("out", number) not in reachable
+    ]
+    return cut
+
+
+def _expose(forward: Function, value: Value) -> str:
+    """Makes a value of the forward kernel's region a result of the function; gives the result's name."""
+    kernel = _row_program(forward)
+    assert kernel is not None and kernel.region is not None
+    body = forward.body
+    terminator = kernel.region.terminator
+    if value not in terminator.operands:
+        terminator.operands.append(value)
+        wider = RowProgram(
+            kernel.operands,
+            kernel.attributes,
+            region=kernel.region,
+            location=kernel.location,
+            result_names=[*(r.name for r in kernel.results), value.name],
+        )
+        body.replace(dict(zip(kernel.results, wider.results, strict=False)))
+        body.ops[body.ops.index(kernel)] = wider
+        wider.parent = body
+        kernel = wider
+    result = kernel.results[terminator.operands.index(value)]
+    if result in forward.returned:
+        return forward.result_names[forward.returned.index(result)]
+    name = f"saved_{value.name or len(forward.result_names)}"
+    body.terminator.operands.append(result)
+    forward.result_names.append(name)
+    return name

@@ -1,0 +1,121 @@
+"""``differentiate``: derives the backward function from the ops' gradient rules.
+
+``@f(inputs) -> (results)`` gets a sibling ``@f_backward(inputs, d_<result>...) -> (d_<input>...)`` that recomputes
+what it needs from the inputs. ``choose-saved`` decides later what forward keeps for it instead. An input that no
+gradient reaches (a selection bias, say) has no ``d_`` result: its gradient is structurally zero.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from moesaic.ir.core import Block, Constant, Function, Module, Return, Value, create_one
+from moesaic.ir.errors import InputError, UnsupportedError
+from moesaic.ir.types import Dim
+from moesaic.passes.dce import sweep
+from moesaic.passes.manager import Pass, PassContext
+
+SUFFIX = "_backward"
+
+
+@dataclass(frozen=True)
+class Differentiate(Pass):
+    """Reverse mode over the first function of the module.
+
+    Options:
+        cotangents: names of the results that have a cotangent; empty for every float result.
+    """
+
+    name: ClassVar[str] = "differentiate"
+    requires: ClassVar[str | None] = "declared"
+    establishes: ClassVar[str | None] = "declared"
+
+    cotangents: tuple[str, ...] = ()
+
+    def run(self, module: Module, context: PassContext) -> bool:
+        forward = module.entry
+        if module.has_function(forward.name + SUFFIX):
+            return False
+        backward = derive(forward, self.cotangents)
+        if backward is None:
+            context.remarks.append("differentiate: no gradient reaches an input; there is no backward function")
+            return False
+        module.functions.append(backward)
+        return True
+
+
+def derive(forward: Function, cotangents: tuple[str, ...] = ()) -> Function | None:
+    """The backward function, or ``None`` if no gradient reaches any input.
+
+    Raises:
+        InputError: a name in `cotangents` is not a float result.
+    """
+    block = Block()
+    copies: dict[Value, Value] = {a: block.add_argument(a.type, a.name) for a in forward.arguments}
+    for op in forward.body.ops[:-1]:
+        block.append(op.clone(copies))
+    originals = list(block.ops)
+
+    flowing: dict[Value, Value] = {}
+    results = dict(zip(forward.result_names, forward.returned, strict=True))
+    floats = [n for n, v in results.items() if v.type.dtype.is_float]
+    for name in cotangents:
+        if name not in floats:
+            raise InputError(f"differentiate: {name!r} is not a float result of @{forward.name}; these are: {floats}")
+    for name in cotangents or floats:
+        value = results[name]
+        argument = block.add_argument(value.type, f"d_{name}")
+        if not isinstance(value, Constant):
+            _accumulate(flowing, copies[value], argument)
+
+    for op in reversed(originals):
+        incoming = [flowing.get(r) for r in op.results]
+        if all(c is None for c in incoming):
+            continue
+        shaped = [
+            c if c is None or c.type.shape == r.type.shape else create_one("math.broadcast", c, r, block=block)
+            for c, r in zip(incoming, op.results, strict=True)
+        ]
+        for used, gradient in zip(op.operands, op.gradient(*shaped), strict=True):
+            if gradient is not None and not isinstance(used, Constant) and used.type.dtype.is_float:
+                _accumulate(flowing, used, _reduced(gradient, used.type.shape, op.name))
+
+    names: list[str] = []
+    returned: list[Value] = []
+    for argument in block.arguments[: len(forward.arguments)]:
+        total = flowing.get(argument)
+        if total is None:
+            continue
+        if total.type.shape != argument.type.shape:
+            total = create_one("math.broadcast", total, argument, block=block)
+        if total.type.dtype is not argument.type.dtype:
+            total = create_one("math.cast", total, dtype=argument.type.dtype.value, block=block)
+        total.name = total.name or f"d_{argument.name}"
+        names.append(f"d_{argument.name}")
+        returned.append(total)
+    if not returned:
+        return None
+    block.append(Return(returned))
+    sweep(block)
+    return Function(forward.name + SUFFIX, block, names)
+
+
+def _accumulate(flowing: dict[Value, Value], value: Value, gradient: Value) -> None:
+    before = flowing.get(value)
+    flowing[value] = gradient if before is None else before + gradient
+
+
+def _reduced(gradient: Value, shape: tuple[Dim, ...], op: str) -> Value:
+    """Sums a cotangent over the axes along which its operand was repeated."""
+    found = gradient.type.shape
+    if found == shape or len(found) < len(shape):
+        return gradient
+    if len(found) == 2 and len(shape) == 2 and shape[1] == 1:
+        return create_one("row.sum", gradient)
+    if len(found) == 2 and len(shape) == 1:
+        return create_one("col.sum", gradient)
+    raise UnsupportedError(
+        f"differentiate: {op} repeats an operand of shape {list(map(str, shape))} to {list(map(str, found))}; "
+        "gradients are summed over experts ([T, 1]) and over tokens ([E]) only"
+    )

@@ -1,0 +1,162 @@
+"""What can watch a pipeline: checks, prints, differences, times, files, and a reproducer when it breaks.
+
+Everything prints to the stream it is given (the command line passes stderr); results belong on stdout.
+"""
+
+from __future__ import annotations
+
+import difflib
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TextIO
+
+from moesaic.ir.core import Module
+from moesaic.ir.verifier import verify_module
+from moesaic.passes.manager import Instrument, Pass, pipeline_text
+
+
+class VerifyEach(Instrument):
+    """Verifies the module before the first pass and after each one."""
+
+    def before_pipeline(self, module: Module, passes: Sequence[Pass]) -> None:
+        verify_module(module)
+
+    def after_pass(self, index: int, current: Pass, module: Module, changed: bool) -> None:
+        verify_module(module)
+
+
+class PrintIR(Instrument):
+    """Prints the module before or after passes: all of them, those that changed it, or the named ones."""
+
+    def __init__(
+        self,
+        stream: TextIO,
+        *,
+        after: Sequence[str] = (),
+        before: Sequence[str] = (),
+        after_all: bool = False,
+        after_change: bool = False,
+    ) -> None:
+        self._stream = stream
+        self._after, self._before = set(after), set(before)
+        self._all, self._change = after_all, after_change
+
+    def before_pass(self, index: int, current: Pass, module: Module) -> None:
+        if current.name in self._before:
+            print(f"// ----- IR before {current} -----\n{module}", file=self._stream)
+
+    def after_pass(self, index: int, current: Pass, module: Module, changed: bool) -> None:
+        if self._all or current.name in self._after or (self._change and changed):
+            note = "" if changed else " (no change)"
+            print(f"// ----- IR after {current}{note} -----\n{module}", file=self._stream)
+
+
+class DiffIR(Instrument):
+    """Prints what each pass changed, as a unified difference."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._before = ""
+
+    def before_pass(self, index: int, current: Pass, module: Module) -> None:
+        self._before = str(module)
+
+    def after_pass(self, index: int, current: Pass, module: Module, changed: bool) -> None:
+        lines = ir_difference(self._before, str(module))
+        if lines:
+            print(f"// ----- changed by {current} -----\n" + "\n".join(lines), file=self._stream)
+
+
+def ir_difference(before: str, after: str) -> list[str]:
+    """Lines of a unified difference without its file header; empty if the texts are equal."""
+    lines = list(difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=1))
+    return [line for line in lines[2:] if not line.startswith("@@")]
+
+
+class Timing(Instrument):
+    """Wall-clock time of each pass, printed as a table at the end."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._start = 0.0
+        self.times: list[tuple[str, float]] = []
+
+    def before_pass(self, index: int, current: Pass, module: Module) -> None:
+        self._start = time.perf_counter()
+
+    def after_pass(self, index: int, current: Pass, module: Module, changed: bool) -> None:
+        self.times.append((current.name, time.perf_counter() - self._start))
+
+    def after_pipeline(self, module: Module) -> None:
+        total = sum(t for _, t in self.times) or 1e-9
+        print("     ms      %  pass", file=self._stream)
+        for name, seconds in self.times:
+            print(f"{1e3 * seconds:7.2f} {100 * seconds / total:6.1f}  {name}", file=self._stream)
+        print(f"{1e3 * total:7.2f}  100.0  total", file=self._stream)
+
+
+class SaveTree(Instrument):
+    """Writes the module before the pipeline and after each pass as numbered files in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def before_pipeline(self, module: Module, passes: Sequence[Pass]) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        (self._folder / "00_input.moe").write_text(str(module))
+
+    def after_pass(self, index: int, current: Pass, module: Module, changed: bool) -> None:
+        (self._folder / f"{index + 1:02d}_{current.name}.moe").write_text(f"// after {current}\n{module}")
+
+
+class History(Instrument):
+    """Keeps the text of the module after each pass that changed it, for `.stages` and the demo."""
+
+    def __init__(self) -> None:
+        self.stages: dict[str, str] = {}
+
+    def before_pipeline(self, module: Module, passes: Sequence[Pass]) -> None:
+        self.stages["declared"] = str(module)
+
+    def after_pass(self, index: int, current: Pass, module: Module, changed: bool) -> None:
+        if changed:
+            name = current.name
+            repeat = 2
+            while name in self.stages:
+                name = f"{current.name}-{repeat}"
+                repeat += 1
+            self.stages[name] = str(module)
+
+
+REPRODUCER_MARK = "// moesaic-pipeline: "
+
+
+class CrashReproducer(Instrument):
+    """When a pass fails, writes the IR it started from with the rest of the pipeline on the first line.
+
+    ``moesaic opt --run-reproducer FILE`` runs it again.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.written = False
+        self._before = ""
+
+    def before_pass(self, index: int, current: Pass, module: Module) -> None:
+        self._before = str(module)
+
+    def on_failure(self, index: int, current: Pass, passes: Sequence[Pass], error: Exception) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        summary = str(error).splitlines()[0] if str(error) else type(error).__name__
+        self.path.write_text(
+            f"{REPRODUCER_MARK}{pipeline_text(passes[index:])}\n// {type(error).__name__} in {current.name}: {summary}\n"
+            f"{self._before}"
+        )
+        self.written = True
+
+
+def read_reproducer(text: str) -> str | None:
+    """The pipeline text stored in a reproducer, or ``None`` if the text is not one."""
+    first = text.split("\n", 1)[0]
+    return first.removeprefix(REPRODUCER_MARK).strip() if first.startswith(REPRODUCER_MARK) else None

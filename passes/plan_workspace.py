@@ -1,0 +1,104 @@
+"""``plan-workspace``: kernels become launches over buffers; values that stay inside get a place in one workspace.
+
+Buffers of the workspace are assigned to slots: a buffer may take over a slot of the same size once the slot's last
+reader has run. Sizes are affine in symbols known at launch; nothing is sized by data.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from moesaic.ir.core import Block, Constant, Function, Module, Op, Value, Yield
+from moesaic.ir.ops.kernel import RowProgram
+from moesaic.ir.ops.launch import Alloc, Kernel
+from moesaic.ir.types import TensorType
+from moesaic.passes.manager import Pass, PassContext
+
+
+@dataclass(frozen=True)
+class PlanWorkspace(Pass):
+    """Rewrites each function from ``kernel.`` values to ``launch.`` buffers."""
+
+    name: ClassVar[str] = "plan-workspace"
+    requires: ClassVar[str | None] = "fused"
+    establishes: ClassVar[str | None] = "planned"
+
+    def run(self, module: Module, context: PassContext) -> bool:
+        return any([_plan(function) for function in module.functions])
+
+
+def _plan(function: Function) -> bool:
+    body = function.body
+    kernels = body.ops[:-1]
+    if not kernels:
+        return False
+    terminator = body.terminator
+    slots = _Slots(body)
+    body.ops = []
+    buffers: dict[Value, Value] = {}
+    for index, op in enumerate(kernels):
+        written: list[Value] = []
+        for value in op.results:
+            returned = value in terminator.operands
+            alloc = Alloc(
+                [],
+                {
+                    "type": str(value.type),
+                    "space": "result" if returned else "workspace",
+                    **({} if returned else {"slot": slots.take(value.type, index, _last_use(kernels, value))}),
+                },
+                result_names=[value.name],
+            )
+            body.append(alloc)
+            buffers[value] = alloc.results[0]
+            written.append(alloc.results[0])
+        body.append(_launch(function.name, op, [buffers.get(v, v) for v in op.operands], written))
+    terminator.operands = [v if isinstance(v, Constant) else buffers.get(v, v) for v in terminator.operands]
+    body.append(terminator)
+    return True
+
+
+def _launch(function: str, op: Op, read: list[Value], written: list[Value]) -> Kernel:
+    template = op.name.removeprefix("kernel.")
+    region = op.region
+    if region is None:
+        region = Block()
+        inner: dict[Value, Value] = {
+            v: region.add_argument(v.type, v.name or f"x{i}") for i, v in enumerate(op.operands)
+        }
+        copy = region.append(op.clone(inner))
+        region.append(Yield(list(copy.results)))
+    subject = f"_{written[0].name}" if template == "col_finish" and written[0].name else ""
+    return Kernel(
+        [*read, *written],
+        {
+            "symbol": f"{function}{subject}_{'rows' if template == 'row_program' else 'finish'}",
+            "template": template,
+            "reads": len(read),
+            **({"blocks": op.blocks} if isinstance(op, RowProgram) else {}),
+        },
+        region=region,
+        location=op.location,
+    )
+
+
+def _last_use(kernels: list[Op], value: Value) -> int:
+    return max((i for i, op in enumerate(kernels) if value in op.operands), default=-1)
+
+
+class _Slots:
+    """Workspace slots: the type size each holds and until which kernel it is taken."""
+
+    def __init__(self, body: Block) -> None:
+        self._slots: list[tuple[str, int]] = []
+
+    def take(self, type: TensorType, first: int, last: int) -> int:
+        # Two buffers of one size share a slot if the earlier is read for the last time before the later is written.
+        size = f"{'x'.join(map(str, type.shape))}*{type.dtype.bytes}"
+        for number, (held, until) in enumerate(self._slots):
+            if held == size and until < first:
+                self._slots[number] = (size, last)
+                return number
+        self._slots.append((size, last))
+        return len(self._slots) - 1

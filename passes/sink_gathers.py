@@ -1,0 +1,129 @@
+"""``sink-gathers``: a value at the picks is computed from its inputs at the picks; a scattered value where it lands.
+
+Elementwise arithmetic commutes with gather and scatter, so both move to where they cost nothing:
+
+- ``gather(f(x, m), i)`` becomes ``f(gather(x, i), m)``: K evaluations, and the gather reads memory instead of crossing
+  lanes. ``gather(x, i)`` of what a top-k ranked is the top-k's values.
+- ``scatter(f(gather(x, i), m), i)`` becomes ``select(membership(i), f(x, m), 0)``: dense outputs need no exchange at
+  all, since each lane holds its x and knows which of its experts were picked.
+
+Both sides evaluate the same float32 expression on the same numbers, so no result changes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from moesaic.ir.core import Block, BlockArgument, Constant, Module, Op, OpResult, Value, create_one
+from moesaic.ir.ops import math, row
+from moesaic.passes.manager import Pass, PassContext
+from moesaic.passes.rewriting import blocks, inserting_before, replace_op
+
+
+@dataclass(frozen=True)
+class SinkGathers(Pass):
+    """Rewrites gathers, then scatters, in every block."""
+
+    name: ClassVar[str] = "sink-gathers"
+    requires: ClassVar[str | None] = "expanded"
+    establishes: ClassVar[str | None] = "expanded"
+
+    def run(self, module: Module, context: PassContext) -> bool:
+        return any([sink_block(block) for block in blocks(module)])
+
+
+def sink_block(block: Block) -> bool:
+    """Rewrites one block; says whether anything changed."""
+    changed = False
+    for op in list(block.ops):
+        if op.parent is not block:
+            continue
+        if isinstance(op, row.Gather):
+            with inserting_before(block, op):
+                value = at_picks(op.x, op.indices)
+            if isinstance(value, OpResult) and isinstance(value.op, row.Gather) and value.op.x is op.x:
+                block.ops.remove(value.op)  # nothing to sink: the same gather again
+                continue
+            replace_op(block, op, [value])
+            changed = True
+        elif isinstance(op, row.Scatter):
+            with inserting_before(block, op):
+                dense = _Spread(op).value(op.x)
+                if dense is not None:
+                    member = create_one("row.membership", op.indices, size=op.size)
+                    spread = math.select(member, dense, 0.0)
+            if dense is not None:
+                replace_op(block, op, [spread])
+                changed = True
+    return changed
+
+
+def at_picks(x: Value, indices: Value, *, use_values: bool = True) -> Value:
+    """``x[..., indices]``, with the gather moved as far towards the inputs as it goes; appends to the open block.
+
+    `use_values` allows the values of the top-k that made the indices to stand for what it ranked.
+    """
+    if isinstance(x, Constant) or (x.type.rank == 2 and x.type.shape[-1] == 1 and not _is_row_of_one(x)):
+        return x
+    if isinstance(x, OpResult):
+        op = x.op
+        if isinstance(op, row.Scatter) and op.indices is indices:
+            return op.x
+        if isinstance(op, math.Broadcast):
+            return create_one("math.broadcast", at_picks(op.x, indices, use_values=use_values), indices)
+        if isinstance(op, math.Elementwise) and all(_can_gather(v) for v in op.operands):
+            parts = [at_picks(v, indices, use_values=use_values) for v in op.operands]
+            return create_one(op.name, *parts, block=op.parent, **op.attributes)
+    if use_values and isinstance(indices, OpResult) and isinstance(indices.op, row.TopK) and indices.op.x is x:
+        return indices.op.values
+    return create_one("row.gather", x, indices)
+
+
+def _is_row_of_one(x: Value) -> bool:
+    """Whether a [T, 1] value is a row of one expert rather than a number per token: only an input can be."""
+    return isinstance(x, BlockArgument)
+
+
+def _can_gather(value: Value) -> bool:
+    """Flags cannot be gathered as such; their elementwise origin can be."""
+    if value.type.dtype.is_float:
+        return True
+    return isinstance(value, OpResult) and isinstance(value.op, math.Less | math.Equal)
+
+
+class _Spread:
+    """Rebuilds a value at the picks as the same expression over whole rows, if its leaves have rows."""
+
+    def __init__(self, scatter: row.Scatter) -> None:
+        self._indices = scatter.indices
+        self._experts = scatter.size
+        self._block = scatter.parent
+        self._done: dict[Value, Value | None] = {}
+
+    def value(self, x: Value) -> Value | None:
+        if isinstance(x, Constant):
+            return x
+        if x not in self._done:
+            self._done[x] = self._build(x)
+        return self._done[x]
+
+    def _build(self, x: Value) -> Value | None:
+        if not isinstance(x, OpResult):
+            return None
+        op: Op = x.op
+        if isinstance(op, row.Gather) and op.indices is self._indices:
+            return op.x if op.x.type.shape[-1] == self._experts else None
+        if isinstance(op, row.TopK) and x is op.values and op.indices is self._indices:
+            return op.x
+        if isinstance(op, row.Reduction):
+            return x
+        if isinstance(op, math.Elementwise):
+            parts: list[Value] = []
+            for operand in op.operands:
+                part = self.value(operand)
+                if part is None:
+                    return None
+                parts.append(part)
+            return create_one(op.name, *parts, block=self._block, **op.attributes)
+        return None

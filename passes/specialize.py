@@ -1,0 +1,133 @@
+"""``specialize``: a configuration for each kernel, by a built-in rule.
+
+Nothing here changes the arithmetic of a row: sums have one order whatever the lanes (see ``row.cuh``), and every way of
+selecting gives the same picks. What it decides is how the work is spread.
+"""
+
+from __future__ import annotations
+
+import math as python_math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from moesaic.ir.core import Block, BlockArgument, Module, Value
+from moesaic.ir.errors import UnsupportedError
+from moesaic.ir.ops import col, row
+from moesaic.ir.ops.launch import Kernel
+from moesaic.ir.types import DType
+from moesaic.passes.manager import Pass, PassContext
+from moesaic.passes.row_layout import Layout, experts_columns, infer_layouts
+
+MAX_EXPERTS = 1024
+"""Longest row that fits the registers of one warp; longer ones need a form in shared memory."""
+
+_SHARED_LIMIT = 48 * 1024  # static shared memory of a block, on every target
+_SLOTS = 16  # values of a row a lane should hold: enough loads in flight, few lanes to talk across
+
+
+@dataclass(frozen=True)
+class Specialize(Pass):
+    """Chooses template parameters.
+
+    Options:
+        target: the GPU architecture the kernels are for.
+        lanes, threads: override the rule for row programs (0: the rule decides).
+        select: override how a top-k selects: merge, rounds or sort (empty: the rule decides).
+        alignment: bytes each input of the first function's row program is known to be aligned to (address and row
+            stride); an input without an entry has 16.
+    """
+
+    name: ClassVar[str] = "specialize"
+    requires: ClassVar[str | None] = "planned"
+    establishes: ClassVar[str | None] = "planned"
+
+    target: str = "sm_90a"
+    lanes: int = 0
+    threads: int = 0
+    select: str = ""
+    alignment: tuple[int, ...] = ()
+
+    def run(self, module: Module, context: PassContext) -> bool:
+        for op in module.walk():
+            if isinstance(op, Kernel):
+                config = self._row_program(op) if op.template == "row_program" else {"threads": "256"}
+                op.attributes["config"] = ("target=" + self.target, *(f"{k}={v}" for k, v in config.items()))
+        return True
+
+    def _row_program(self, op: Kernel) -> dict[str, str]:
+        assert op.region is not None
+        layouts = infer_layouts(op.region)
+        experts = experts_columns(layouts)
+        if experts > MAX_EXPERTS:
+            raise UnsupportedError(f"rows of {experts} experts: a row program holds up to {MAX_EXPERTS} in registers")
+        vec = _vector(experts, op.region, layouts)
+        chunks = _power_of_two(-(-experts // vec))
+        # At least enough lanes for 32 slots a lane: membership packs one bit a slot into a word.
+        lanes = self.lanes or min(32, chunks, max(1, chunks * vec // _SLOTS))
+        if lanes not in (1, 2, 4, 8, 16, 32) or chunks * vec // lanes > 32:
+            raise UnsupportedError(f"specialize: {lanes} lanes cannot hold a row of {experts} experts")
+        select = {}
+        for inner in op.region.ops:
+            if isinstance(inner, row.TopK):
+                select["select"] = self.select or _selection(inner, chunks * vec // lanes, lanes)
+        columns = [o for o in op.region.ops if isinstance(o, col.Count | col.Sum)]
+        threads = self.threads or (256 if columns else 128)
+        per_token = _shared_bytes_per_token(op.region, experts, chunks * vec, select.get("select", ""))
+        fixed = sum(4 * experts for o in columns if isinstance(o, col.Count))
+        per_warp = 4 * experts if any(isinstance(o, col.Sum) for o in columns) else 0
+        while threads > 32 and fixed + per_warp * threads // 32 + per_token * threads // lanes > _SHARED_LIMIT:
+            threads //= 2
+        alignment = [self.alignment[i] if i < len(self.alignment) else 16 for i in range(op.reads)]
+        return {
+            "lanes": str(lanes),
+            "vec": str(vec),
+            "threads": str(threads),
+            "grid": "persistent" if columns else "cover",
+            **select,
+            "alignment": ",".join(map(str, alignment)),
+        }
+
+
+def _vector(experts: int, region: Block, layouts: dict[Value, Layout]) -> int:
+    """Columns in one chunk: what 16 bytes of the narrowest row hold, as far as E divides."""
+    widths = [
+        a.type.dtype.bytes
+        for a in region.arguments
+        if isinstance(a, BlockArgument) and layouts[a].kind == "experts" and a.type.dtype.is_float
+    ]
+    return python_math.gcd(experts, 16 // min(widths, default=4))
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+def _selection(op: row.TopK, slots: int, lanes: int) -> str:
+    """The cheapest way to select by an estimate of instructions a lane; many picks sort the row in shared memory."""
+    picks = op.k
+    if picks > 32:
+        return "sort"
+    listed = _power_of_two(picks)
+    depth = listed.bit_length() - 1
+    steps = lanes.bit_length() - 1
+    wide = 1 if isinstance(op.x, BlockArgument) and op.x.type.dtype in (DType.BF16, DType.F16) else 3
+    runs = -(-slots // listed)
+    sort = runs * listed * depth * (depth + 1) // 2
+    keep = listed * (1 + depth)
+    merge = wide * (sort + (runs - 1 + steps) * keep + steps * listed * 2)
+    rounds = wide * picks * (2 * slots + 4 * steps)
+    return "merge" if listed <= 16 and merge <= rounds else "rounds"
+
+
+def _shared_bytes_per_token(region: Block, experts: int, padded: int, select: str) -> int:
+    total = 0
+    if any(isinstance(o, row.Scatter) for o in region.ops):
+        total += 4 * experts
+    if any(isinstance(o, row.GroupLimit) for o in region.ops) or any(
+        isinstance(o, row.Gather) and not isinstance(o.x, BlockArgument) for o in region.ops
+    ):
+        total += 4 * experts
+    total += max((o.groups for o in region.ops if isinstance(o, row.GroupLimit)), default=0)
+    if select == "sort":
+        total += 8 * padded
+    return total

@@ -1,0 +1,48 @@
+"""The stages a module goes through, as data: which ops are legal at the top of a function in each.
+
+A pass names the stage it requires and the one it establishes; the manager checks both ends against this table.
+"""
+
+from __future__ import annotations
+
+from moesaic.ir.core import Module
+from moesaic.ir.diagnostics import Diagnostic, DiagnosticError
+
+STAGES: dict[str, tuple[str, ...]] = {
+    # What a person writes, and its derivative.
+    "declared": ("math.", "row.", "col.", "moe."),
+    # Losses are column reductions, composite row ops are spelled out.
+    "expanded": ("math.", "row.", "col."),
+    # One op a launch; regions hold the rest.
+    "fused": ("kernel.",),
+    # Buffers and launches.
+    "planned": ("launch.",),
+}
+
+# A region inside a kernel holds what the "expanded" stage allows, or, once planned, the kernel it launches.
+_REGION: dict[str, tuple[str, ...]] = {
+    "fused": ("math.", "row.", "col."),
+    "planned": ("math.", "row.", "col.", "kernel.col_finish"),
+}
+
+
+def check_stage(module: Module, stage: str) -> None:
+    """Checks that a module holds only what is legal in a stage.
+
+    Raises:
+        DiagnosticError: it holds something else; names each op at fault.
+    """
+    found: list[Diagnostic] = []
+    for function in module.functions:
+        for op in function.body.ops[:-1]:
+            if not op.name.startswith(STAGES[stage]):
+                found.append(op.diagnostic(f"not legal in stage {stage!r}, which allows {', '.join(STAGES[stage])}"))
+            elif op.region is not None:
+                allowed = _REGION.get(stage, ())
+                found.extend(
+                    inner.diagnostic(f"not legal inside {op.name} in stage {stage!r}")
+                    for inner in op.region.ops[:-1]
+                    if not inner.name.startswith(allowed)
+                )
+    if found:
+        raise DiagnosticError(found)

@@ -1,0 +1,130 @@
+// What a kernel library and the emulator's runtime library share: the current lane, source positions, and the calls
+// that a lane makes into the runtime. Includes no CUDA header, so that the runtime builds without them.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#define MOESAIC_EMULATE_API __attribute__((visibility("default")))
+
+// The largest block and warp of every CUDA device so far.
+#define MOESAIC_EMULATE_MAX_THREADS 1024
+#define MOESAIC_EMULATE_WARP_SIZE 32
+
+namespace moesaic_emulate {
+
+// Same layout as CUDA's uint3 and dim3.
+struct Index3 {
+    unsigned x, y, z;
+};
+
+// A position in the source. `Site::here()` as a default argument is the caller's.
+struct Site {
+    const char* file;
+    int line;
+
+    static constexpr Site here(const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
+        return Site{file, line};
+    }
+};
+
+// What all threads of one block see alike.
+struct BlockView {
+    Index3 block_index;
+    Index3 block_dim;
+    Index3 grid_dim;
+    unsigned char* dynamic_shared;
+    std::size_t dynamic_shared_bytes;
+};
+
+// What one thread sees of itself.
+struct LaneView {
+    Index3 thread_index;
+    const BlockView* block;
+};
+
+// The thread that runs now on this OS thread. A lane never moves to another OS thread.
+extern MOESAIC_EMULATE_API __thread LaneView* current_lane;
+
+// Operations in which the lanes named by a mask meet.
+enum class WarpOperation : std::uint8_t {
+    SyncWarp,
+    ShuffleIndex,
+    ShuffleUp,
+    ShuffleDown,
+    ShuffleXor,
+    Ballot,
+    Any,
+    All,
+    MatchAny,
+    MatchAll,
+    ReduceAddUnsigned,
+    ReduceAddSigned,
+    ReduceMinUnsigned,
+    ReduceMinSigned,
+    ReduceMaxUnsigned,
+    ReduceMaxSigned,
+    ReduceAnd,
+    ReduceOr,
+    ReduceXor,
+};
+
+// Operations in which all threads of a block (or the stated number, for named barriers) meet.
+enum class BlockOperation : std::uint8_t { Sync, Count, And, Or, Named };
+
+// Waits until every lane named in `mask` that has not exited calls the same operation with the same mask, then
+// returns this lane's result. `operand` is the source lane, delta or lane mask of a shuffle; `width` its segment.
+MOESAIC_EMULATE_API std::uint64_t warp_collective(WarpOperation operation, unsigned mask, std::uint64_t value,
+                                                  unsigned operand, int width, Site site);
+
+// Waits until all threads of the block that have not exited arrive. Returns the combined predicate. Barrier `id` 0 is
+// __syncthreads; named barriers (1 to 15) wait for `threads` threads.
+MOESAIC_EMULATE_API int block_barrier(BlockOperation operation, unsigned id, unsigned threads, int predicate, Site site);
+
+// Lanes of the warp that reached this call together: all that wait here once no other lane of the warp can go on.
+MOESAIC_EMULATE_API unsigned active_mask(Site site);
+
+// Checks one access to global memory against the registered buffers.
+MOESAIC_EMULATE_API void check_access(const void* address, unsigned bytes, unsigned align, bool write, Site site);
+
+// Lets other lanes run. `always` false: only now and then, and only under a seeded order (finds more interleavings).
+MOESAIC_EMULATE_API void yield_lane(bool always);
+
+// Ends the launch with a report about the current lane.
+[[noreturn]] MOESAIC_EMULATE_API void fail(const char* message, Site site);
+
+// Global memory that a kernel may touch.
+struct Buffer {
+    std::uint64_t address;
+    std::uint64_t bytes;
+    const char* name;
+    std::uint32_t writable;
+    std::uint32_t reserved;
+};
+
+// One launch. Mirrored by a ctypes structure in launch.py: keep the two alike.
+struct LaunchRequest {
+    Index3 grid;
+    Index3 block;
+    std::uint32_t workers;        // OS threads; one block at a time each
+    std::uint32_t buffer_count;
+    std::int64_t order;           // 0 forward, -1 reverse, positive: seed of a shuffle
+    std::uint64_t shared_bytes;   // dynamic shared memory of a block
+    double timeout_seconds;       // for the whole grid
+    const Buffer* buffers;
+    const std::uint64_t* arguments;  // one word a parameter, encoded as entry.h says
+    char* message;                // out: the report of a failure, zero-terminated
+    std::uint64_t message_bytes;
+};
+
+// What a kernel library tells the runtime about itself.
+struct KernelBinding {
+    const char* name;
+    void (*run)(const std::uint64_t* arguments);  // calls the kernel once, for the current lane
+    const void* (*touch_shared)();                // makes this OS thread's static shared memory exist
+};
+
+// Runs the grid. 0: done; 1: `request.message` holds a report.
+MOESAIC_EMULATE_API int launch(const LaunchRequest& request, const KernelBinding& kernel);
+
+}  // namespace moesaic_emulate

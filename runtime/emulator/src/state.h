@@ -1,0 +1,156 @@
+// The emulator's state: a grid in flight, a worker (OS thread) with its block, warps and lanes.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+#include "fiber.h"
+#include "moesaic_emulate/context.h"
+
+namespace moesaic_emulate {
+
+constexpr unsigned kWarpSize = MOESAIC_EMULATE_WARP_SIZE;
+constexpr unsigned kMaxThreads = MOESAIC_EMULATE_MAX_THREADS;
+constexpr unsigned kMaxWarps = kMaxThreads / kWarpSize;
+constexpr unsigned kNamedBarriers = 16;
+
+struct Worker;
+struct Warp;
+
+enum class LaneState : std::uint8_t { Ready, AtWarpOperation, AtBlockBarrier, AtActiveMask, Exited };
+
+// One CUDA thread. The view comes first: `current_lane` points at it.
+struct Lane {
+    LaneView view;
+    Context context;
+    Warp* warp;
+    unsigned index;  // within the warp
+    LaneState state;
+
+    // What the lane is doing in its current or last collective.
+    WarpOperation warp_operation;
+    BlockOperation block_operation;
+    unsigned mask;        // warp operation: named lanes; named barrier: its id
+    unsigned operand;
+    int width;
+    std::uint64_t value;
+    std::uint64_t result;
+    Site site;
+    void* frame;  // frame pointer inside the runtime call, start of a walk to the kernel's line
+};
+
+// Lanes of one warp that wait for the rest of `mask`.
+struct WarpBarrier {
+    unsigned mask;
+    unsigned arrived;
+    WarpOperation operation;
+};
+
+struct Warp {
+    Worker* worker;
+    Lane* lanes;            // 32 of them; those beyond the block's threads count as exited
+    unsigned index;
+    unsigned alive;
+    unsigned ready;
+    unsigned at_active_mask;
+    unsigned barrier_count;
+    WarpBarrier barriers[kWarpSize];  // distinct masks; a lane waits in at most one
+};
+
+struct BlockBarrier {
+    unsigned arrived;
+    unsigned expected;  // named barriers: the stated number of threads
+    unsigned sum;       // of predicates != 0
+    BlockOperation operation;
+    Site site;
+    int result;
+};
+
+enum class Order : std::uint8_t { Forward, Reverse, Seeded };
+
+struct Grid;
+
+// One OS thread and the block it runs.
+struct Worker {
+    Grid* grid = nullptr;
+    Context main;
+    StackPool stacks;
+    BlockView view{};
+    Order order = Order::Forward;
+    std::uint64_t random = 0;
+    bool seeded = false;
+
+    unsigned thread_count = 0;
+    unsigned warp_count = 0;
+    unsigned alive = 0;          // threads that have not exited
+    unsigned ready_warps = 0;    // warps with at least one ready lane
+    unsigned at_block_barrier = 0;
+    Warp* current_warp = nullptr;
+    BlockBarrier barriers[kNamedBarriers]{};
+    Warp warps[kMaxWarps]{};
+    Lane lanes[kMaxThreads]{};
+
+    unsigned char* static_shared = nullptr;
+    std::size_t static_shared_bytes = 0;
+    unsigned char* dynamic_region = nullptr;  // mapping that ends in a guard page
+    std::size_t dynamic_region_bytes = 0;
+
+    const Buffer* last_read = nullptr;   // the buffers hit last: most accesses hit the same again
+    const Buffer* last_write = nullptr;
+
+    std::atomic<bool> in_fiber{false};
+    bool failing = false;
+};
+
+// A launch in flight.
+struct Grid {
+    const LaunchRequest* request = nullptr;
+    const KernelBinding* kernel = nullptr;
+    std::uint64_t block_count = 0;
+    const std::uint32_t* block_order = nullptr;  // null: by arithmetic
+    std::atomic<std::uint64_t> next_block{0};
+    std::atomic<bool> stop{false};
+    std::atomic<bool> reported{false};
+    std::uintptr_t code_begin = 0;  // the kernel library in memory
+    std::uintptr_t code_end = 0;
+};
+
+// The worker of this OS thread, or null.
+extern __thread Worker* current_worker;
+
+inline Lane& this_lane() { return *reinterpret_cast<Lane*>(current_lane); }
+inline Worker& this_worker() { return *current_worker; }
+
+// xorshift64*: only spreads schedules, quality beyond that does not matter.
+inline std::uint32_t next_random(Worker& worker) {
+    std::uint64_t x = worker.random;
+    x ^= x >> 12;
+    x ^= x << 25;
+    x ^= x >> 27;
+    worker.random = x;
+    return static_cast<std::uint32_t>((x * 0x2545F4914F6CDD1DULL) >> 32);
+}
+
+// scheduler.cpp
+void run_block(Worker& worker, std::uint64_t linear_block);
+void dispatch(Worker& worker);  // switches to the next lane that can go on; reports a deadlock if there is none
+void make_ready(Warp& warp, unsigned lanes);
+// Releases what can go on now that a lane exited.
+void release_after_exit(Worker& worker, Warp& warp);
+[[noreturn]] void leave_block(Worker& worker);  // abandons all lanes, back to the worker's own stack
+
+// collectives.cpp
+bool warp_barrier_complete(const Warp& warp, const WarpBarrier& barrier);
+void complete_warp_barrier(Warp& warp, unsigned slot);
+const char* name_of(WarpOperation operation);
+const char* name_of(BlockOperation operation);
+
+// report.cpp
+[[noreturn]] void report_lane(Worker& worker, const char* message, const Site* site, void* pc, void* frame);
+[[noreturn]] void report_deadlock(Worker& worker);
+
+// signals.cpp
+void install_signal_handlers();
+int timeout_signal();
+
+}  // namespace moesaic_emulate

@@ -1,0 +1,139 @@
+// What every generated kernel builds on: element types, vector access to global memory, scalar functions.
+//
+// Compiled by NVRTC for a GPU and, with MOESAIC_EMULATE, by a host C++ compiler for the emulator. Whatever exists only
+// in PTX has a portable body beside it.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#ifndef MOESAIC_EMULATE
+#define MOESAIC_DYNAMIC_SHARED(type, name)                            \
+  extern __shared__ __align__(16) unsigned char name##_bytes[];       \
+  type* const name = reinterpret_cast<type*>(name##_bytes)
+#endif
+
+namespace moesaic {
+
+// ------------------------------------------------------------------------------------------------ element types
+
+__device__ __forceinline__ float to_float(float x) { return x; }
+__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
+
+// Rounds to nearest, ties to even.
+template <typename T>
+__device__ __forceinline__ T from_float(float x);
+template <>
+__device__ __forceinline__ float from_float<float>(float x) { return x; }
+template <>
+__device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) { return __float2bfloat16_rn(x); }
+template <>
+__device__ __forceinline__ __half from_float<__half>(float x) { return __float2half_rn(x); }
+
+template <typename T>
+__device__ __forceinline__ float round_to(float x) { return to_float(from_float<T>(x)); }
+
+// ------------------------------------------------------------------------------------------------ global memory
+
+template <int kBytes>
+struct Word;
+template <>
+struct Word<1> { using type = unsigned char; };
+template <>
+struct Word<2> { using type = unsigned short; };
+template <>
+struct Word<4> { using type = unsigned int; };
+template <>
+struct Word<8> { using type = uint2; };
+template <>
+struct Word<16> { using type = uint4; };
+
+__host__ __device__ constexpr int smaller(int a, int b) { return a < b ? a : b; }
+
+// The emulator checks every access against the buffers of the launch.
+__device__ __forceinline__ void check_access(const void* address, unsigned bytes, bool write) {
+#ifdef MOESAIC_EMULATE
+  moesaic_emulate_access(address, bytes, bytes, write);
+#endif
+}
+
+// kCount consecutive elements in words as wide as kAlign bytes of alignment allow, at most 16 bytes each.
+template <int kCount, int kAlign, typename T>
+__device__ __forceinline__ void load(const T* address, T (&values)[kCount]) {
+  constexpr int kWord = smaller(smaller(16, kAlign), static_cast<int>(sizeof(T)) * kCount);
+  constexpr int kWords = static_cast<int>(sizeof(T)) * kCount / kWord;
+  using W = typename Word<kWord>::type;
+  W words[kWords];
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) {
+    check_access(reinterpret_cast<const W*>(address) + i, kWord, false);
+    words[i] = reinterpret_cast<const W*>(address)[i];
+  }
+  memcpy(values, words, sizeof(words));
+}
+
+template <int kCount, int kAlign, typename T>
+__device__ __forceinline__ void store(T* address, const T (&values)[kCount]) {
+  constexpr int kWord = smaller(smaller(16, kAlign), static_cast<int>(sizeof(T)) * kCount);
+  constexpr int kWords = static_cast<int>(sizeof(T)) * kCount / kWord;
+  using W = typename Word<kWord>::type;
+  W words[kWords];
+  memcpy(words, values, sizeof(words));
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) {
+    check_access(reinterpret_cast<W*>(address) + i, kWord, true);
+    reinterpret_cast<W*>(address)[i] = words[i];
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ T load_one(const T* address) {
+  check_access(address, sizeof(T), false);
+  return *address;
+}
+
+template <typename T>
+__device__ __forceinline__ void store_one(T* address, T value) {
+  check_access(address, sizeof(T), true);
+  *address = value;
+}
+
+// --------------------------------------------------------------------------------------------- scalar functions
+
+__device__ __forceinline__ float not_a_number() { return __uint_as_float(0x7fffffffu); }
+__device__ __forceinline__ float infinity() { return __uint_as_float(0x7f800000u); }
+
+// max and min that hand NaN on, unlike fmaxf. PTX ISA, "Floating Point Instructions: max", modifier .NaN (sm_80).
+__device__ __forceinline__ float maximum(float a, float b) {
+#ifdef MOESAIC_EMULATE
+  return a != a || b != b ? not_a_number() : (a < b ? b : a);
+#else
+  float y;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+#endif
+}
+
+__device__ __forceinline__ float minimum(float a, float b) {
+#ifdef MOESAIC_EMULATE
+  return a != a || b != b ? not_a_number() : (b < a ? b : a);
+#else
+  float y;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+#endif
+}
+
+__device__ __forceinline__ float divide(float a, float b) { return a / b; }
+__device__ __forceinline__ float safe_divide(float a, float b) { return b == 0.0f ? 0.0f : a / b; }
+__device__ __forceinline__ float square_root(float x) { return sqrtf(x); }
+__device__ __forceinline__ float exp(float x) { return expf(x); }
+__device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+__device__ __forceinline__ float softplus(float x) { return maximum(x, 0.0f) + log1pf(expf(-fabsf(x))); }
+
+__device__ __forceinline__ float gelu_tanh(float x) {
+  return 0.5f * x * (1.0f + tanhf(0.7978845608028654f * (x + 0.044715f * x * x * x)));
+}
+
+}  // namespace moesaic

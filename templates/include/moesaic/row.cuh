@@ -1,0 +1,242 @@
+// A token's row in the registers of a few lanes, and the reductions over it.
+#pragma once
+
+#include "moesaic/base.cuh"
+
+namespace moesaic {
+
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+__host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+__host__ __device__ constexpr int next_power_of_two(int n) {
+  int p = 1;
+  while (p < n) p *= 2;
+  return p;
+}
+
+// Columns of a row over kLanes lanes, in chunks of kVec: slot (chunk c, j) of lane l is column (c*kLanes + l)*kVec + j.
+// A warp's loads of one chunk are consecutive in memory. Slots past the last column are dead.
+//
+// Every sum is taken in one order that depends on kColumns and kVec alone: within a chunk first, then halving over the
+// chunk number from its top bit down. The top bits are slots of a lane and the low bits are lanes, so the order is the
+// same however many lanes share the row.
+template <int kColumns_, int kLanes_, int kVec_>
+struct Row {
+  static constexpr int kColumns = kColumns_;
+  static constexpr int kLanes = kLanes_;
+  static constexpr int kVec = kVec_;
+  static constexpr int kChunks = ceil_div(next_power_of_two(ceil_div(kColumns, kVec)), kLanes);
+  static constexpr int kSlots = kChunks * kVec;
+  static_assert(kColumns % kVec == 0, "a chunk must not straddle the end of the row");
+
+  static __device__ __forceinline__ int column(int slot, int lane) {
+    return ((slot / kVec) * kLanes + lane) * kVec + slot % kVec;
+  }
+  static __device__ __forceinline__ bool live(int slot, int lane) {
+    const int first = (slot / kVec) * kLanes * kVec;             // known once loops over slots are unrolled
+    if (first + kLanes * kVec <= kColumns) return true;
+    return first < kColumns && column(slot, lane) < kColumns;
+  }
+};
+
+// --------------------------------------------------------------------------------------------------------- lanes
+
+// Reductions over the kLanes lanes that share a token; every lane gets the result.
+template <int kLanes>
+__device__ __forceinline__ float lanes_sum(float x) {
+#pragma unroll
+  for (int distance = kLanes / 2; distance > 0; distance /= 2) x += __shfl_xor_sync(kAllLanes, x, distance);
+  return x;
+}
+
+template <int kLanes>
+__device__ __forceinline__ float lanes_max(float x) {
+#pragma unroll
+  for (int distance = kLanes / 2; distance > 0; distance /= 2) {
+    x = maximum(x, __shfl_xor_sync(kAllLanes, x, distance));
+  }
+  return x;
+}
+
+template <int kLanes, typename Key>
+__device__ __forceinline__ Key lanes_max_key(Key x) {
+#pragma unroll
+  for (int distance = kLanes / 2; distance > 0; distance /= 2) {
+    const Key other = __shfl_xor_sync(kAllLanes, x, distance);
+    x = other > x ? other : x;
+  }
+  return x;
+}
+
+// ---------------------------------------------------------------------------------------------------------- rows
+
+template <class R>
+__device__ __forceinline__ float row_sum(const float (&x)[R::kSlots], int lane) {
+  float chunk[R::kChunks];
+#pragma unroll
+  for (int c = 0; c < R::kChunks; ++c) {
+    float part[R::kVec];
+#pragma unroll
+    for (int j = 0; j < R::kVec; ++j) {
+      // -0 is the neutral element of float addition; +0 would turn a sum of -0 into +0.
+      part[j] = R::live(c * R::kVec + j, lane) ? x[c * R::kVec + j] : -0.0f;
+    }
+#pragma unroll
+    for (int half = R::kVec / 2; half > 0; half /= 2) {
+#pragma unroll
+      for (int j = 0; j < half; ++j) part[j] += part[j + half];
+    }
+    chunk[c] = part[0];
+  }
+#pragma unroll
+  for (int half = R::kChunks / 2; half > 0; half /= 2) {
+#pragma unroll
+    for (int c = 0; c < half; ++c) chunk[c] += chunk[c + half];
+  }
+  return lanes_sum<R::kLanes>(chunk[0]);
+}
+
+template <class R>
+__device__ __forceinline__ float row_max(const float (&x)[R::kSlots], int lane) {
+  float best = -infinity();
+#pragma unroll
+  for (int i = 0; i < R::kSlots; ++i) best = R::live(i, lane) ? maximum(best, x[i]) : best;
+  return lanes_max<R::kLanes>(best);
+}
+
+// A row of global memory into registers and back; kAlign is what the row's address is known to be aligned to, bytes.
+template <class R, int kAlign, typename T>
+__device__ __forceinline__ void load_row(const T* row, float (&x)[R::kSlots], int lane) {
+#pragma unroll
+  for (int c = 0; c < R::kChunks; ++c) {
+    T values[R::kVec];
+    const bool live = R::live(c * R::kVec, lane);
+    if (live) load<R::kVec, kAlign>(row + R::column(c * R::kVec, lane), values);
+#pragma unroll
+    for (int j = 0; j < R::kVec; ++j) x[c * R::kVec + j] = live ? to_float(values[j]) : 0.0f;
+  }
+}
+
+template <class R, int kAlign>
+__device__ __forceinline__ void load_row(const int* row, int (&x)[R::kSlots], int lane) {
+#pragma unroll
+  for (int c = 0; c < R::kChunks; ++c) {
+    int values[R::kVec];
+    const bool live = R::live(c * R::kVec, lane);
+    if (live) load<R::kVec, kAlign>(row + R::column(c * R::kVec, lane), values);
+#pragma unroll
+    for (int j = 0; j < R::kVec; ++j) x[c * R::kVec + j] = live ? values[j] : 0;
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ T to_element(float x) { return from_float<T>(x); }
+template <typename T>
+__device__ __forceinline__ T to_element(int x) { return static_cast<T>(x); }
+template <typename T>
+__device__ __forceinline__ T to_element(bool x) { return static_cast<T>(x); }
+
+template <class R, int kAlign, typename T, typename X>
+__device__ __forceinline__ void store_row(T* row, const X (&x)[R::kSlots], int lane) {
+#pragma unroll
+  for (int c = 0; c < R::kChunks; ++c) {
+    if (!R::live(c * R::kVec, lane)) continue;
+    T values[R::kVec];
+#pragma unroll
+    for (int j = 0; j < R::kVec; ++j) values[j] = to_element<T>(x[c * R::kVec + j]);
+    store<R::kVec, kAlign>(row + R::column(c * R::kVec, lane), values);
+  }
+}
+
+// --------------------------------------------------------------------------------------- between experts and picks
+
+// x[indices] of a row or a vector in global memory. Dead picks read nothing and give 0.
+template <class Picks, typename T>
+__device__ __forceinline__ void gather(const T* row, const int (&indices)[Picks::kSlots], float (&y)[Picks::kSlots],
+                                       int lane) {
+#pragma unroll
+  for (int p = 0; p < Picks::kSlots; ++p) y[p] = Picks::live(p, lane) ? to_float(load_one(row + indices[p])) : 0.0f;
+}
+
+// x[indices] of a row in registers, through a row of shared memory of the token's own.
+template <class Experts, class Picks>
+__device__ __forceinline__ void gather_registers(const float (&x)[Experts::kSlots], const int (&indices)[Picks::kSlots],
+                                                 float (&y)[Picks::kSlots], float* shared_row, int lane) {
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < Experts::kSlots; ++i) {
+    if (Experts::live(i, lane)) shared_row[Experts::column(i, lane)] = x[i];
+  }
+  __syncwarp();
+#pragma unroll
+  for (int p = 0; p < Picks::kSlots; ++p) y[p] = Picks::live(p, lane) ? shared_row[indices[p]] : 0.0f;
+}
+
+// y = x at its indices, 0 elsewhere. The token's row of shared memory is zero before and after.
+template <class Experts, class Picks>
+__device__ __forceinline__ void scatter(const float (&x)[Picks::kSlots], const int (&indices)[Picks::kSlots],
+                                        float (&y)[Experts::kSlots], float* zero_row, int lane) {
+  __syncwarp();
+#pragma unroll
+  for (int p = 0; p < Picks::kSlots; ++p) {
+    if (Picks::live(p, lane)) zero_row[indices[p]] = x[p];
+  }
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < Experts::kSlots; ++i) {
+    y[i] = Experts::live(i, lane) ? zero_row[Experts::column(i, lane)] : 0.0f;
+  }
+  __syncwarp();
+#pragma unroll
+  for (int p = 0; p < Picks::kSlots; ++p) {
+    if (Picks::live(p, lane)) zero_row[indices[p]] = 0.0f;
+  }
+}
+
+// Which of a lane's experts are among the picks, from the indices alone.
+template <class Experts, class Picks>
+__device__ __forceinline__ void membership(const int (&indices)[Picks::kSlots], bool (&member)[Experts::kSlots],
+                                           int lane) {
+  static_assert(Experts::kSlots <= 32, "one bit a slot");
+  constexpr int kVec = Experts::kVec;
+  unsigned bits = 0;
+#pragma unroll
+  for (int p = 0; p < Picks::kSlots; ++p) {
+#pragma unroll(Picks::kColumns <= 32 ? Picks::kLanes : 1)
+    for (int source = 0; source < Picks::kLanes; ++source) {
+      if (Picks::column(p, source) >= Picks::kColumns) break;
+      const int expert = __shfl_sync(kAllLanes, indices[p], source, Picks::kLanes);
+      const int chunk = expert / kVec;
+      if (chunk % Experts::kLanes == lane) bits |= 1u << ((chunk / Experts::kLanes) * kVec + expert % kVec);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < Experts::kSlots; ++i) member[i] = (bits >> i) & 1u;
+}
+
+// ------------------------------------------------------------------------------------------------- sums over tokens
+
+// Adds up what the lanes of a block collected for the same columns, in a fixed order, into one row of partial sums.
+// `scratch` holds [warps][kColumns] floats of shared memory.
+template <class R, int kThreads>
+__device__ __forceinline__ void store_column_sums(const float (&x)[R::kSlots], float* scratch, float* partial,
+                                                  int lane) {
+  const int warp = threadIdx.x / 32;
+#pragma unroll
+  for (int i = 0; i < R::kSlots; ++i) {
+    float total = x[i];
+#pragma unroll
+    for (int distance = R::kLanes; distance < 32; distance *= 2) {
+      total += __shfl_xor_sync(kAllLanes, total, distance);
+    }
+    if (threadIdx.x % 32 < R::kLanes && R::live(i, lane)) scratch[warp * R::kColumns + R::column(i, lane)] = total;
+  }
+  __syncthreads();
+  for (int column = threadIdx.x; column < R::kColumns; column += kThreads) {
+    float total = scratch[column];
+    for (int w = 1; w < kThreads / 32; ++w) total += scratch[w * R::kColumns + column];
+    store_one(partial + column, total);
+  }
+}
+
+}  // namespace moesaic

@@ -1,0 +1,80 @@
+// A CUDA driver without a GPU: just enough of libcuda to test the launcher through the real Python bindings.
+// It records the last launch as text and answers as one Hopper GPU (and a second one) would.
+#include <dlfcn.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <string.h>
+
+typedef int Result;
+typedef void* Handle;
+typedef struct {
+  unsigned grid[3], block[3], shared;
+  Handle stream, attributes;
+  unsigned num_attributes;
+} Config;
+
+static __thread Handle contexts[16];
+static __thread int depth;
+static int allowed_shared, unloads, failure;
+static char last[512];
+
+Result cuInit(unsigned flags) { return 0; }
+Result cuDriverGetVersion(int* version) { *version = 13020; return 0; }
+Result cuDeviceGetCount(int* count) { *count = 2; return 0; }
+Result cuDeviceGet(int* device, int ordinal) { *device = ordinal; return ordinal < 0 || ordinal > 1 ? 101 : 0; }
+Result cuDeviceGetName(char* name, int size, int device) { strncpy(name, "Fake GPU", size); return 0; }
+Result cuDeviceGetAttribute(int* value, int which, int device) {
+  *value = which == 75 ? 9 : which == 76 ? 0 : which == 16 ? 132 : which == 97 ? 232448 : -1;
+  return 0;
+}
+Result cuDevicePrimaryCtxRetain(Handle* context, int device) {
+  *context = (Handle)(uintptr_t)(0x1000 + device);
+  return 0;
+}
+Result cuCtxGetCurrent(Handle* context) { *context = depth ? contexts[depth - 1] : 0; return 0; }
+Result cuCtxPushCurrent(Handle context) { contexts[depth++] = context; return 0; }
+Result cuCtxPopCurrent(Handle* context) { if (!depth) return 201; *context = contexts[--depth]; return 0; }
+Result cuModuleLoadData(Handle* module, const void* image) {
+  if (!depth) return 201;
+  if (memcmp(image, "\x7f" "ELF", 4)) return 209;
+  *module = (Handle)0x2000;
+  return 0;
+}
+Result cuModuleUnload(Handle module) { ++unloads; return 0; }
+Result cuModuleGetFunction(Handle* function, Handle module, const char* name) {
+  *function = (Handle)0x3000;
+  return strcmp(name, "kernel") ? 500 : 0;
+}
+Result cuFuncLoad(Handle function) { return 0; }
+Result cuFuncGetAttribute(int* value, int which, Handle function) {
+  *value = which == 0 ? 512 : which == 1 ? 1024 : which == 4 ? 40 : 0;
+  return 0;
+}
+Result cuFuncSetAttribute(Handle function, int which, int value) { allowed_shared = value; return which == 8 ? 0 : 1; }
+Result cuGetErrorString(Result result, const char** text) { *text = "the fake driver says so"; return 0; }
+Result cuLaunchKernelEx(const Config* c, Handle function, void** p, void** extra) {
+  if (failure) return failure;
+  snprintf(last, sizeof last,
+           "grid %u %u %u block %u %u %u shared %u stream %p attributes %u context %p args %llx %d %g", c->grid[0],
+           c->grid[1], c->grid[2], c->block[0], c->block[1], c->block[2], c->shared, c->stream, c->num_attributes,
+           depth ? contexts[depth - 1] : 0, *(unsigned long long*)p[0], *(int*)p[1], *(float*)p[2]);
+  return 0;
+}
+
+const char* fake_last(void) { return last; }
+int fake_allowed_shared(void) { return allowed_shared; }
+int fake_depth(void) { return depth; }
+int fake_unloads(void) { return unloads; }
+void fake_fail(int result) { failure = result; }
+
+Result cuGetProcAddress_v2(const char* name, void** function, int version, uint64_t flags, int* status) {
+  Dl_info self;
+  dladdr((void*)fake_last, &self);
+  void* library = dlopen(self.dli_fname, RTLD_NOW);
+  *function = dlsym(library, name);
+  if (status) *status = *function ? 0 : 1;
+  return *function ? 0 : 500;
+}
+Result cuGetProcAddress(const char* name, void** function, int version, uint64_t flags, int* status) {
+  return cuGetProcAddress_v2(name, function, version, flags, status);
+}
