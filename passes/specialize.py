@@ -33,8 +33,8 @@ class Specialize(Pass):
         target: the GPU architecture the kernels are for.
         lanes, threads: override the rule for row programs (0: the rule decides).
         select: override how a top-k selects: merge, rounds or sort (empty: the rule decides).
-        alignment: bytes each input of the first function's row program is known to be aligned to (address and row
-            stride); an input without an entry has 16.
+        alignment: bytes each input of the first function is known to be aligned to (its address and its row stride);
+            an input without an entry has 16.
     """
 
     name: ClassVar[str] = "specialize"
@@ -48,13 +48,16 @@ class Specialize(Pass):
     alignment: tuple[int, ...] = ()
 
     def run(self, module: Module, context: PassContext) -> bool:
-        for op in module.walk():
-            if isinstance(op, Kernel):
-                config = self._row_program(op) if op.template == "row_program" else {"threads": "256"}
-                op.attributes["config"] = ("target=" + self.target, *(f"{k}={v}" for k, v in config.items()))
+        for function in module.functions:
+            known = self.alignment if function is module.entry else ()
+            aligned: dict[Value, int] = dict(zip(function.arguments, known, strict=False))
+            for op in function.body.ops:
+                if isinstance(op, Kernel):
+                    config = {"threads": "256"} if op.template == "col_finish" else self._row_program(op, aligned)
+                    op.attributes["config"] = ("target=" + self.target, *(f"{k}={v}" for k, v in config.items()))
         return True
 
-    def _row_program(self, op: Kernel) -> dict[str, str]:
+    def _row_program(self, op: Kernel, aligned: dict[Value, int]) -> dict[str, str]:
         assert op.region is not None
         layouts = infer_layouts(op.region)
         experts = experts_columns(layouts)
@@ -77,7 +80,7 @@ class Specialize(Pass):
         per_warp = 4 * experts if any(isinstance(o, col.Sum) for o in columns) else 0
         while threads > 32 and fixed + per_warp * threads // 32 + per_token * threads // lanes > _SHARED_LIMIT:
             threads //= 2
-        alignment = [self.alignment[i] if i < len(self.alignment) else 16 for i in range(op.reads)]
+        alignment = [aligned.get(v, 16) for v in op.operands[: op.reads]]
         return {
             "lanes": str(lanes),
             "vec": str(vec),

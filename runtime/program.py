@@ -1,0 +1,144 @@
+"""A declared function and everything made from it, addressed by content.
+
+Two layers declared alike share one program, so that a model of 60 equal layers is lowered and compiled once. A program
+is lowered once per direction, and specialised per target and alignment of its inputs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from moesaic.codegen.generate import generate_kernels
+from moesaic.codegen.kernel import GeneratedKernel
+from moesaic.ir import environment
+from moesaic.ir.core import Function, Module
+from moesaic.ir.errors import InternalError
+from moesaic.passes.differentiate import SUFFIX
+from moesaic.passes.instruments import History, VerifyEach
+from moesaic.passes.manager import DEFAULT, FORWARD, Instrument, PassContext, PassManager
+from moesaic.passes.specialize import Specialize
+from moesaic.runtime.plan import LaunchPlan, build_plan
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A module after planning, with what the passes said and how it looked on the way."""
+
+    module: Module
+    context: PassContext
+    stages: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Executable:
+    """A plan for one target and alignment class, with the text of its kernels."""
+
+    plan: LaunchPlan
+    target: str
+    kernels: tuple[GeneratedKernel, ...]
+    module: Module = field(compare=False)
+
+
+class Program:
+    """See the module's docstring; get one from :func:`program_of`."""
+
+    def __init__(self, key: str, module: Module) -> None:
+        self.key = key
+        self.module = module
+        self._lock = threading.RLock()
+        self._lowered: dict[str, Lowered] = {}
+        self._executables: dict[tuple[str, str, str, tuple[int, ...]], Executable] = {}
+
+    @property
+    def function(self) -> Function:
+        """The declared function."""
+        return self.module.entry
+
+    @property
+    def float_results(self) -> tuple[str, ...]:
+        """Names of the results that can have a cotangent."""
+        f = self.function
+        return tuple(n for n, t in zip(f.result_names, f.result_types, strict=True) if t.dtype.is_float)
+
+    def lower(self, kind: str, cotangents: tuple[str, ...] = ()) -> Lowered:
+        """The planned module: ``forward`` alone, or ``training`` with the backward of the given cotangents."""
+        key = f"{kind} {','.join(cotangents)}"
+        with self._lock:
+            if key not in self._lowered:
+                pipeline = FORWARD if kind == "forward" else DEFAULT
+                if cotangents and cotangents != self.float_results:
+                    pipeline = pipeline.replace("differentiate", f"differentiate{{cotangents={','.join(cotangents)}}}")
+                pipeline = pipeline.removesuffix(",specialize")
+                module = self.module.clone()
+                history = History()
+                instruments: list[Instrument] = [history]
+                if environment.VERIFY_EACH.get():
+                    instruments.append(VerifyEach())
+                context = PassManager(pipeline, instruments).run(module)
+                self._lowered[key] = Lowered(module, context, history.stages)
+            return self._lowered[key]
+
+    def backward_function(self, cotangents: tuple[str, ...]) -> Function | None:
+        """The planned backward function for the given cotangents; ``None`` if no gradient reaches an input."""
+        module = self.lower("training", cotangents).module
+        name = self.function.name + SUFFIX
+        return module.function(name) if module.has_function(name) else None
+
+    def forward_function(self, *, training: bool) -> Function:
+        """The planned forward function; in training it also hands out what backward needs."""
+        return self.lower("training" if training else "forward").module.entry
+
+    def executable(
+        self, kind: str, target: str, alignment: tuple[int, ...], cotangents: tuple[str, ...] = ()
+    ) -> Executable:
+        """Plan and kernel text of ``forward``, ``training`` (its forward function) or ``backward``."""
+        key = (kind, ",".join(cotangents), target, alignment)
+        found = self._executables.get(key)
+        if found is not None:
+            return found
+        with self._lock:
+            if key not in self._executables:
+                self._executables[key] = self._specialize(kind, target, alignment, cotangents)
+            return self._executables[key]
+
+    def _specialize(
+        self, kind: str, target: str, alignment: tuple[int, ...], cotangents: tuple[str, ...]
+    ) -> Executable:
+        if kind == "backward":
+            function = self.backward_function(cotangents)
+            if function is None:
+                raise InternalError(f"@{self.function.name} has no backward function")
+        else:
+            function = self.forward_function(training=kind == "training")
+        module = Module([function.clone()])
+        PassManager([Specialize(target=target, alignment=alignment)]).run(module)
+        kernels = generate_kernels(module.entry)
+        return Executable(build_plan(module.entry, kernels), target, tuple(kernels), module)
+
+
+_programs: dict[str, Program] = {}
+_programs_lock = threading.Lock()
+
+
+def program_of(module: Module) -> Program:
+    """The program of a declared module; the same object for equal modules."""
+    key = hashlib.sha256(str(module).encode()).hexdigest()[:24]
+    with _programs_lock:
+        if key not in _programs:
+            _programs[key] = Program(key, module.clone())
+        return _programs[key]
+
+
+def program_by_key(key: str) -> Program:
+    """The program a handle stands for.
+
+    Raises:
+        InternalError: the handle is unknown in this process.
+    """
+    try:
+        return _programs[key]
+    except KeyError:
+        raise InternalError(f"no compiled layer has the handle {key!r} in this process") from None
