@@ -29,6 +29,12 @@ Attribute = int | float | bool | str | Call | tuple["Attribute", ...]
 
 _BARE = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*")
 _RESERVED = {"true", "false", "inf", "nan"}
+_ESCAPES = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r"}
+
+
+def unescape(body: str) -> str:
+    """What stands between the quotes of a string in IR text, read back."""
+    return re.sub(r"\\(.)", lambda m: {"n": "\n", "r": "\r"}.get(m[1], m[1]), body)
 
 
 def format_float(value: float) -> str:
@@ -54,7 +60,7 @@ def format_attribute(value: Attribute) -> str:
     if isinstance(value, str):
         if _BARE.fullmatch(value) and value not in _RESERVED:
             return value
-        return '"' + value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
+        return '"' + "".join(_ESCAPES.get(c, c) for c in value) + '"'
     return "[" + ", ".join(format_attribute(v) for v in value) + "]"
 
 
@@ -111,8 +117,12 @@ class FloatSpec(AttributeSpec):
     def problem(self, value: Attribute) -> str | None:
         if isinstance(value, bool) or not isinstance(value, int | float):
             return described(value)
-        if not math.isfinite(value) or (self.minimum is not None and value < self.minimum):
-            return format_float(float(value))
+        try:
+            number = float(value)
+        except OverflowError:
+            return "an integer beyond every float"
+        if not math.isfinite(number) or (self.minimum is not None and number < self.minimum):
+            return format_float(number)
         return None
 
 

@@ -1,4 +1,6 @@
-"""Building a function from Python, equal in power to the text::
+"""Building a function from Python, equal in power to the text.
+
+For example::
 
     b = Builder("route")
     x = b.input("logits", "tensor<Tx8xf32>")

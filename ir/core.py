@@ -68,7 +68,7 @@ class Constant(Value):
 
     def __init__(self, value: float) -> None:
         super().__init__(TensorType((), DType.F32))
-        self.value = float(value)
+        self.value = float(value) if value == value else float("nan")  # text knows one NaN, without sign or payload
 
     def _bits(self) -> bytes:
         return struct.pack("<d", self.value)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from moesaic.ir.attributes import Call
 from moesaic.ir.builder import Builder
@@ -51,7 +52,7 @@ class _Norms:
             InputError: eps or min is negative or not finite.
         """
         for name, value in (("eps", eps), ("min", min)):
-            if not 0 <= value < float("inf"):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
                 raise InputError(f"norm.sum: {name} must be a finite number >= 0, found {value!r}")
         return Normalization(eps, min)
 
@@ -160,6 +161,7 @@ class Router:
         e, k = self.num_experts, self.top_k
         if (self.groups is None) != (self.groups_kept is None):
             raise InputError("groups and groups_kept go together: give both or neither")
+        best = _group_score(self.group_score)
         if self.groups is None or self.groups_kept is None:
             return
         if not _is_int(self.groups) or self.groups < 1 or e % self.groups:
@@ -174,7 +176,6 @@ class Router:
                 f"top_k = {k} is more than the {self.groups_kept * size} experts of {self.groups_kept} groups kept "
                 f"({e} experts in {self.groups} groups of {size})"
             )
-        best = _group_score(self.group_score)
         if best.name == "sum_top" and best.arguments[0] > size:
             raise InputError(
                 f"group_score sums the best {best.arguments[0]} of a group, but a group holds {size} experts "
@@ -262,7 +263,7 @@ class Router:
         return probs if dtype is DType.F32 else _op(b, "math.cast", probs, dtype=dtype.value)
 
 
-def _op(b: Builder, name: str, *operands: Value, **attributes: int | str) -> Value:
+def _op(b: Builder, name: str, *operands: Value, **attributes: Any) -> Value:
     value: Value = b.op(name, *operands, **attributes)
     return value
 
@@ -281,6 +282,8 @@ def _choice(what: str, value: object, known: Mapping[str, object] | tuple[str, .
 def _group_score(value: str | Call) -> Call:
     if isinstance(value, Call):
         return value
+    if not isinstance(value, str):
+        raise InputError(f"group_score must be 'max', 'sum_top2' or sum_top(n), found {value!r}")
     if value == "max":
         return Call("max")
     digits = value.removeprefix("sum_top")

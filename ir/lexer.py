@@ -23,7 +23,7 @@ _TOKEN = re.compile(
   | (?P<type>tensor\s*<[^<>\n]*>)
   | (?P<value>%[A-Za-z0-9_]+)
   | (?P<symbol>@[A-Za-z_][A-Za-z0-9_]*)
-  | (?P<number>-?(?:\d+\.\d*(?:[eE][+-]?\d+)?|\d+[eE][+-]?\d+|\d+|inf\b|nan\b))
+  | (?P<number>-?(?:\d+\.\d*(?:[eE][+-]?\d+)?|\d+[eE][+-]?\d+|\d+|(?:inf|nan)(?![A-Za-z0-9_.\-])))
   | (?P<name>[A-Za-z_][A-Za-z0-9_.\-]*)
   | (?P<string>"(?:[^"\\\n]|\\.)*")
   | (?P<punct>->|[()\[\]{}<>,:=])

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
-from moesaic.ir.attributes import Attribute, Call
+from moesaic.ir.attributes import Attribute, Call, unescape
 from moesaic.ir.core import OPS, Block, Constant, Function, Module, Op, Return, Value, Yield, op_class
 from moesaic.ir.diagnostics import Diagnostic, DiagnosticError, Source
 from moesaic.ir.errors import InputError, suggestion
@@ -186,7 +186,7 @@ class _Parser:
             known = [o for o in OPS if not o.startswith(("kernel.", "launch."))]
             self._fail(f"unknown op {name.text!r}{suggestion(name.text, known)}", name)
         operands: list[Value] = []
-        while self._token.kind in ("value", "number"):
+        while operands or self._token.kind in ("value", "number"):
             operands.append(self._operand(scope))
             if not self._accept(","):
                 break
@@ -221,6 +221,8 @@ class _Parser:
         token = self._next()
         if token.kind == "number":
             return Constant(float(token.text))
+        if token.kind != "value":
+            self._fail(f"expected an operand after ',', found {_shown(token)}", token)
         if token.text not in scope:
             self._fail(f"value {token.text} is not defined{suggestion(token.text, scope)}", token)
         return scope[token.text]
@@ -248,8 +250,7 @@ class _Parser:
         if token.kind == "number":
             return int(token.text) if token.text.lstrip("-").isdigit() else float(token.text)
         if token.kind == "string":
-            body = token.text[1:-1]
-            return body.replace("\\n", "\n").replace('\\"', '"').replace("\\\\", "\\")
+            return unescape(token.text[1:-1])
         if token.kind == "name":
             if token.text in ("true", "false"):
                 return token.text == "true"

@@ -167,7 +167,7 @@ def parse_dim(text: str) -> Dim:
     for part in text.split("+"):
         factors = [f.strip() for f in part.split("*")]
         names = [f for f in factors if _SYMBOL.fullmatch(f)]
-        numbers = [f for f in factors if re.fullmatch(r"\d+", f)]
+        numbers = [f for f in factors if re.fullmatch(r"-?[0-9]+", f)]
         if len(names) > 1 or len(names) + len(numbers) != len(factors):
             raise InputError(
                 f"{text.strip()!r} is not a dimension; write a number or an affine expression such as 'T*8 + 127'"
@@ -214,7 +214,10 @@ class TensorType:
         if not match:
             raise InputError(f"{text.strip()!r} is not a type; write one such as tensor<Tx256xbf16>")
         *dims, dtype = match.group(1).split("x")
-        return TensorType(tuple(parse_dim(d) for d in dims), DType.parse(dtype.strip()))
+        shape = tuple(parse_dim(d) for d in dims)
+        if any(isinstance(d, int) and d < 0 for d in shape):
+            raise InputError(f"{text.strip()!r} has a negative dimension")
+        return TensorType(shape, DType.parse(dtype.strip()))
 
 
 def tensor(dtype: DType | str, *shape: Dim | str) -> TensorType:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 from moesaic.ir.core import Block, Constant, Function, Module, Op, Return, Value, Yield
 from moesaic.ir.diagnostics import Diagnostic, DiagnosticError
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+"""What text can spell and Python can take as a keyword: the names of functions, inputs and results."""
 
 
 def verify_module(module: Module) -> None:
@@ -24,6 +29,15 @@ def _function_problems(function: Function) -> list[Diagnostic]:
     if not found and len(function.result_names) != len(function.returned):
         message = f"@{function.name} names {len(function.result_names)} results and returns {len(function.returned)}"
         found.append(Diagnostic(message, function.location))
+    for what, names in (
+        ("function", [function.name]),
+        ("input", [a.name for a in function.arguments]),
+        ("result", function.result_names),
+    ):
+        for name in names:
+            if not _NAME.fullmatch(name) or name in ("inf", "nan"):
+                message = f"@{function.name}: {name!r} cannot be the name of a {what}; use letters, digits and '_'"
+                found.append(Diagnostic(message.replace("of a input", "of an input"), function.location))
     if len(set(function.result_names)) != len(function.result_names):
         found.append(Diagnostic(f"@{function.name} names a result twice", function.location))
     if len({a.name for a in function.arguments}) != len(function.arguments):

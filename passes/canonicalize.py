@@ -10,7 +10,7 @@ from typing import ClassVar
 from moesaic.ir.core import Block, Constant, Module, Op, Value, create_one
 from moesaic.ir.ops import math, row
 from moesaic.passes.manager import Pass, PassContext
-from moesaic.passes.rewriting import blocks, inserting_before, replace_op
+from moesaic.passes.rewriting import in_every_block, inserting_before, replace_op
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Canonicalize(Pass):
     name: ClassVar[str] = "canonicalize"
 
     def run(self, module: Module, context: PassContext) -> bool:
-        return any([self._run_block(block, context) for block in blocks(module)])
+        return in_every_block(module, lambda block: self._run_block(block, context))
 
     def _run_block(self, block: Block, context: PassContext) -> bool:
         changed = False
@@ -55,16 +55,27 @@ def _arithmetic(op: Op, context: PassContext) -> Value | None:
 
 
 def _folded(op: Op, a: float, b: float) -> Value | None:
-    if isinstance(op, math.Div):
-        if b == 0:
-            return None
-        exact = a / b
-    else:
-        exact = a + b if isinstance(op, math.Add) else a - b if isinstance(op, math.Sub) else a * b
     try:
-        return Constant(struct.unpack("<f", struct.pack("<f", exact))[0])
+        a, b = _float32(a), _float32(b)  # as the device holds them
+        if isinstance(op, math.Div):
+            if b == 0:
+                return None
+            exact = a / b
+        else:
+            exact = a + b if isinstance(op, math.Add) else a - b if isinstance(op, math.Sub) else a * b
+        return Constant(_float32(exact))
     except OverflowError:
         return None  # leave it to the arithmetic of the device
+
+
+def _float32(x: float) -> float:
+    """The nearest float32.
+
+    Raises:
+        OverflowError: it would be infinite, and `x` is not.
+    """
+    rounded: float = struct.unpack("<f", struct.pack("<f", x))[0]
+    return rounded
 
 
 def _negation(op: Op, context: PassContext) -> Value | None:
@@ -72,7 +83,9 @@ def _negation(op: Op, context: PassContext) -> Value | None:
     if isinstance(x, Constant):
         return Constant(-x.value)
     inner = getattr(x, "op", None)
-    return inner.operands[0] if isinstance(inner, math.Neg) else None
+    if isinstance(inner, math.Neg) and inner.x.type == op.results[0].type:  # else the first rounds up to float32
+        return inner.x
+    return None
 
 
 def _cast(op: Op, context: PassContext) -> Value | None:
@@ -85,17 +98,19 @@ def _broadcast(op: Op, context: PassContext) -> Value | None:
 
 
 def _normalize(op: Op, context: PassContext) -> Value | None:
-    """One weight divided by itself is 1 (0 stays 0, NaN stays NaN): no gradient reaches the router."""
+    """One weight divided by itself is 1 (0 stays 0, NaN and infinity give NaN): no gradient reaches the router."""
     assert isinstance(op, row.Normalize)
     if op.x.type.shape[-1] != 1:
         return None
-    context.warnings.append(
+    _warn(
+        context,
         f"{op.name} over one pick is the constant 1: with top_k = 1 the router gets no gradient through its weights; "
-        "leave the normalisation out, or pick more experts"
+        "leave the normalisation out, or pick more experts",
     )
     if op.eps > 0 or op.min > 0:
         return None
-    not_a_number = create_one("math.select", create_one("math.equal", op.x, op.x), 1.0, float("nan"))
+    finite = create_one("math.equal", op.x - op.x, 0.0)
+    not_a_number = create_one("math.select", finite, 1.0, float("nan"))
     return create_one("math.select", create_one("math.equal", op.x, 0.0), 0.0, not_a_number)
 
 
@@ -103,13 +118,18 @@ def _softmax(op: Op, context: PassContext) -> Value | None:
     assert isinstance(op, row.Softmax)
     picked = getattr(op.x, "op", None)
     if op.x.type.shape[-1] == 1 and isinstance(picked, row.TopK | row.Gather):
-        message = (
+        _warn(
+            context,
             f"{op.name} over one pick is the constant 1: with top_k = 1 and order='topk_then_score' the router gets "
-            "no gradient through its weights; score before top-k, or pick more experts"
+            "no gradient through its weights; score before top-k, or pick more experts",
         )
-        if message not in context.warnings:
-            context.warnings.append(message)
     return None
+
+
+def _warn(context: PassContext, message: str) -> None:
+    """Once, though rules are tried again after every change."""
+    if message not in context.warnings:
+        context.warnings.append(message)
 
 
 _RULES: dict[type[Op], Rule] = {

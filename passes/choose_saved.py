@@ -22,6 +22,7 @@ from moesaic.passes.manager import Pass, PassContext
 from moesaic.passes.rewriting import inserting_before
 from moesaic.passes.sink_gathers import at_picks
 
+
 @dataclass(frozen=True)
 class ChooseSaved(Pass):
     """Hands values from the forward kernel to the backward kernel instead of computing them twice."""
@@ -42,7 +43,9 @@ class ChooseSaved(Pass):
         sweep(consumer.region)
 
         known = {key: value for value, key in _keys(producer.region).items()}
-        shared = {v: known[k] for v, k in _keys(consumer.region).items() if k in known and isinstance(v, OpResult)}
+        shared: dict[Value, Value] = {
+            v: known[k] for v, k in _keys(consumer.region).items() if k in known and isinstance(v, OpResult)
+        }
         saved = _minimum_cut(consumer.region, shared)
         replaced: dict[Value, Value] = {}
         bytes_per_token = 0
@@ -164,7 +167,11 @@ def _expose(forward: Function, value: Value) -> str:
     result = kernel.results[terminator.operands.index(value)]
     if result in forward.returned:
         return forward.result_names[forward.returned.index(result)]
-    name = f"saved_{value.name or len(forward.result_names)}"
+    name = base = f"saved_{value.name or len(forward.result_names)}"
+    number = 1
+    while name in forward.result_names:
+        name = f"{base}_{number}"
+        number += 1
     body.terminator.operands.append(result)
     forward.result_names.append(name)
     return name

@@ -8,7 +8,7 @@ from typing import ClassVar
 from moesaic.ir.attributes import format_attributes
 from moesaic.ir.core import Block, Module, Op, Value
 from moesaic.passes.manager import Pass, PassContext
-from moesaic.passes.rewriting import blocks
+from moesaic.passes.rewriting import in_every_block
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class CommonSubexpressions(Pass):
     name: ClassVar[str] = "cse"
 
     def run(self, module: Module, context: PassContext) -> bool:
-        return any([_merge(block) for block in blocks(module)])
+        return in_every_block(module, _merge)
 
 
 def _merge(block: Block) -> bool:

@@ -17,7 +17,10 @@ class DeadCode(Pass):
     name: ClassVar[str] = "dce"
 
     def run(self, module: Module, context: PassContext) -> bool:
-        return any([sweep(function.body) for function in module.functions])
+        changed = False
+        for function in module.functions:
+            changed |= sweep(function.body)
+        return changed
 
 
 def sweep(block: Block) -> bool:

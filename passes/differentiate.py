@@ -65,6 +65,11 @@ def derive(forward: Function, cotangents: tuple[str, ...] = ()) -> Function | No
             raise InputError(f"differentiate: {name!r} is not a float result of @{forward.name}; these are: {floats}")
     for name in cotangents or floats:
         value = results[name]
+        if any(a.name == f"d_{name}" for a in block.arguments):
+            raise InputError(
+                f"differentiate: two inputs of @{forward.name}{SUFFIX} would be called 'd_{name}'; name each result "
+                "once in cotangents, and no input after a cotangent"
+            )
         argument = block.add_argument(value.type, f"d_{name}")
         if not isinstance(value, Constant):
             _accumulate(flowing, copies[value], argument)
@@ -113,7 +118,7 @@ def _reduced(gradient: Value, shape: tuple[Dim, ...], op: str) -> Value:
         return gradient
     if len(found) == 2 and len(shape) == 2 and shape[1] == 1:
         return create_one("row.sum", gradient)
-    if len(found) == 2 and len(shape) == 1:
+    if len(found) == 2 and found[1:] == shape:
         return create_one("col.sum", gradient)
     raise UnsupportedError(
         f"differentiate: {op} repeats an operand of shape {list(map(str, shape))} to {list(map(str, found))}; "

@@ -23,7 +23,10 @@ class FuseScoreTopk(Pass):
     establishes: ClassVar[str | None] = "fused"
 
     def run(self, module: Module, context: PassContext) -> bool:
-        return any([_outline(function, f"B{i or ''}") for i, function in enumerate(module.functions)])
+        changed = False
+        for number, function in enumerate(module.functions):
+            changed |= _outline(function, f"B{number or ''}")
+        return changed
 
 
 def _outline(function: Function, blocks_symbol: str) -> bool:
@@ -58,9 +61,7 @@ def _outline(function: Function, blocks_symbol: str) -> bool:
             leaving.append(value)
     region.append(Yield([inside[v] for v in leaving]))
 
-    kernel: Op = RowProgram(
-        outer, {"blocks": blocks_symbol}, region=region, result_names=[v.name for v in leaving]
-    )
+    kernel: Op = RowProgram(outer, {"blocks": blocks_symbol}, region=region, result_names=[v.name for v in leaving])
     body.ops = [kernel]
     kernel.parent = body
     final: dict[Value, Value] = {}

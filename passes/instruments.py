@@ -150,8 +150,8 @@ class CrashReproducer(Instrument):
         self.path.parent.mkdir(parents=True, exist_ok=True)
         summary = str(error).splitlines()[0] if str(error) else type(error).__name__
         self.path.write_text(
-            f"{REPRODUCER_MARK}{pipeline_text(passes[index:])}\n// {type(error).__name__} in {current.name}: {summary}\n"
-            f"{self._before}"
+            f"{REPRODUCER_MARK}{pipeline_text(passes[index:])}\n"
+            f"// {type(error).__name__} in {current.name}: {summary}\n{self._before}"
         )
         self.written = True
 

@@ -69,9 +69,7 @@ REGISTRY: dict[str, str] = {
     "specialize": "moesaic.passes.specialize:Specialize",
 }
 
-FORWARD = (
-    "canonicalize,cse,dce,expand-rows,sink-gathers,cse,dce,fuse-score-topk,plan-workspace,specialize"
-)
+FORWARD = "canonicalize,cse,dce,expand-rows,sink-gathers,cse,dce,fuse-score-topk,plan-workspace,specialize"
 """The pipeline of a layer that is only run forward."""
 
 DEFAULT = (
@@ -92,8 +90,8 @@ def pass_class(name: str) -> type[Pass]:
     try:
         module, attribute = REGISTRY[name].split(":")
     except KeyError:
-        known = ", ".join(REGISTRY)
-        raise UsageError(f"unknown pass {name!r}{suggestion(name, REGISTRY)}; known: {known}") from None
+        known = [*REGISTRY, *PIPELINES]
+        raise UsageError(f"unknown pass {name!r}{suggestion(name, known)}; known: {', '.join(known)}") from None
     found: type[Pass] = getattr(importlib.import_module(module), attribute)
     return found
 

@@ -25,7 +25,10 @@ class PlanWorkspace(Pass):
     establishes: ClassVar[str | None] = "planned"
 
     def run(self, module: Module, context: PassContext) -> bool:
-        return any([_plan(function) for function in module.functions])
+        changed = False
+        for function in module.functions:
+            changed |= _plan(function)
+        return changed
 
 
 def _plan(function: Function) -> bool:
@@ -84,7 +87,8 @@ def _launch(function: str, op: Op, read: list[Value], written: list[Value]) -> K
 
 
 def _last_use(kernels: list[Op], value: Value) -> int:
-    return max((i for i, op in enumerate(kernels) if value in op.operands), default=-1)
+    """The last kernel that touches a value: the one that writes it, if none reads it."""
+    return max(i for i, op in enumerate(kernels) if value in op.operands or value in op.results)
 
 
 class _Slots:

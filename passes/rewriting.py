@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from moesaic.ir.core import Block, Module, Op, Value
@@ -15,6 +15,14 @@ def blocks(module: Module) -> Iterator[Block]:
         for op in list(function.body.walk()):
             if op.region is not None:
                 yield op.region
+
+
+def in_every_block(module: Module, rewrite: Callable[[Block], bool]) -> bool:
+    """Runs a rewrite that says whether it changed its block on all of them; says whether any did."""
+    changed = False
+    for block in blocks(module):
+        changed |= rewrite(block)
+    return changed
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from typing import ClassVar
 from moesaic.ir.core import Block, BlockArgument, Constant, Module, Op, OpResult, Value, create_one
 from moesaic.ir.ops import math, row
 from moesaic.passes.manager import Pass, PassContext
-from moesaic.passes.rewriting import blocks, inserting_before, replace_op
+from moesaic.passes.rewriting import in_every_block, inserting_before, replace_op
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class SinkGathers(Pass):
     establishes: ClassVar[str | None] = "expanded"
 
     def run(self, module: Module, context: PassContext) -> bool:
-        return any([sink_block(block) for block in blocks(module)])
+        return in_every_block(module, sink_block)
 
 
 def sink_block(block: Block) -> bool:
@@ -42,6 +42,8 @@ def sink_block(block: Block) -> bool:
         if isinstance(op, row.Gather):
             with inserting_before(block, op):
                 value = at_picks(op.x, op.indices)
+                if value.type.shape != op.y.type.shape:  # the same number for every pick of a token
+                    value = create_one("math.broadcast", value, op.indices)
             if isinstance(value, OpResult) and isinstance(value.op, row.Gather) and value.op.x is op.x:
                 block.ops.remove(value.op)  # nothing to sink: the same gather again
                 continue
@@ -49,8 +51,11 @@ def sink_block(block: Block) -> bool:
             changed = True
         elif isinstance(op, row.Scatter):
             with inserting_before(block, op):
+                start = len(block.ops)
                 dense = _Spread(op).value(op.x)
-                if dense is not None:
+                if dense is None:
+                    del block.ops[start:]  # what was rebuilt before a leaf without rows was met
+                else:
                     member = create_one("row.membership", op.indices, size=op.size)
                     spread = math.select(member, dense, 0.0)
             if dense is not None:
@@ -64,32 +69,38 @@ def at_picks(x: Value, indices: Value, *, use_values: bool = True) -> Value:
 
     `use_values` allows the values of the top-k that made the indices to stand for what it ranked.
     """
-    if isinstance(x, Constant) or (x.type.rank == 2 and x.type.shape[-1] == 1 and not _is_row_of_one(x)):
+
+    def moved(operand: Value) -> Value:
+        # One number for all experts (a constant, a [T, 1] value) is the same number for the picks.
+        return at_picks(operand, indices, use_values=use_values) if _has_columns(operand) else operand
+
+    if not _has_columns(x) and not isinstance(x, BlockArgument):
         return x
     if isinstance(x, OpResult):
         op = x.op
         if isinstance(op, row.Scatter) and op.indices is indices:
             return op.x
         if isinstance(op, math.Broadcast):
-            return create_one("math.broadcast", at_picks(op.x, indices, use_values=use_values), indices)
+            return create_one("math.broadcast", moved(op.x), indices)
         if isinstance(op, math.Elementwise) and all(_can_gather(v) for v in op.operands):
-            parts = [at_picks(v, indices, use_values=use_values) for v in op.operands]
-            return create_one(op.name, *parts, block=op.parent, **op.attributes)
+            return create_one(op.name, *map(moved, op.operands), block=op.parent, **op.attributes)
     if use_values and isinstance(indices, OpResult) and isinstance(indices.op, row.TopK) and indices.op.x is x:
         return indices.op.values
     return create_one("row.gather", x, indices)
 
 
-def _is_row_of_one(x: Value) -> bool:
-    """Whether a [T, 1] value is a row of one expert rather than a number per token: only an input can be."""
-    return isinstance(x, BlockArgument)
+def _has_columns(x: Value) -> bool:
+    """Whether a value differs from expert to expert."""
+    return x.type.rank > 0 and x.type.shape[-1] != 1
 
 
 def _can_gather(value: Value) -> bool:
     """Flags cannot be gathered as such; their elementwise origin can be."""
-    if value.type.dtype.is_float:
+    if value.type.dtype.is_float or not _has_columns(value):
         return True
-    return isinstance(value, OpResult) and isinstance(value.op, math.Less | math.Equal)
+    if isinstance(value, OpResult) and isinstance(value.op, math.Less | math.Equal):
+        return all(_can_gather(v) for v in value.op.operands)
+    return False
 
 
 class _Spread:

@@ -121,7 +121,7 @@ class Runner:
         for slot, size in sorted(sizes.items()):
             offsets[slot] = total
             total += size
-        workspace = self.empty((total,), torch.uint8, device) if total else None
+        workspace = self.empty((total,), torch.uint8, device)
         made = []
         for buffer in plan.buffers:
             shape = tuple(dim_value(d, symbols) for d in buffer.type.shape)
@@ -129,7 +129,6 @@ class Runner:
             if buffer.is_result:
                 made.append(self.empty(shape, dtype, device))
             else:
-                assert workspace is not None
                 start = offsets[buffer.slot]
                 count = buffer.type.elements(symbols) * buffer.type.dtype.bytes
                 made.append(workspace[start : start + count].view(dtype).view(shape))

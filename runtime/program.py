@@ -16,7 +16,7 @@ from moesaic.codegen.kernel import GeneratedKernel
 from moesaic.ir import environment
 from moesaic.ir.core import Function, Module
 from moesaic.ir.errors import InternalError
-from moesaic.passes.differentiate import SUFFIX
+from moesaic.passes.differentiate import SUFFIX, derive
 from moesaic.passes.instruments import History, VerifyEach
 from moesaic.passes.manager import DEFAULT, FORWARD, Instrument, PassContext, PassManager
 from moesaic.passes.specialize import Specialize
@@ -50,6 +50,7 @@ class Program:
         self.module = module
         self._lock = threading.RLock()
         self._lowered: dict[str, Lowered] = {}
+        self._differentiable: dict[tuple[str, ...], frozenset[str]] = {}
         self._executables: dict[tuple[str, str, str, tuple[int, ...]], Executable] = {}
 
     @property
@@ -86,6 +87,17 @@ class Program:
         module = self.lower("training", cotangents).module
         name = self.function.name + SUFFIX
         return module.function(name) if module.has_function(name) else None
+
+    def differentiable_inputs(self, cotangents: tuple[str, ...]) -> frozenset[str]:
+        """Inputs that the given cotangents reach in the function as declared.
+
+        Simplifying may cut one off (a normalisation over one pick is a constant): its gradient is zero, not missing.
+        """
+        if cotangents not in self._differentiable:
+            declared = derive(self.function, cotangents) if cotangents else None
+            names = declared.result_names if declared is not None else []
+            self._differentiable[cotangents] = frozenset(n.removeprefix("d_") for n in names)
+        return self._differentiable[cotangents]
 
     def forward_function(self, *, training: bool) -> Function:
         """The planned forward function; in training it also hands out what backward needs."""

@@ -69,7 +69,7 @@ def _fake_results(function: Function, inputs: Sequence[torch.Tensor]) -> list[to
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Sequence[torch.Tensor]) -> None:
     program_key, backend, training, tensors = inputs
     ctx.program, ctx.backend, ctx.training = program_key, backend, training
-    ctx.inputs = len(tensors)
+    ctx.shapes = [(t.shape, t.dtype) for t in tensors]
     ctx.set_materialize_grads(False)
     if not training:
         return
@@ -85,26 +85,33 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Sequence[torch.Ten
 
 def _autograd(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
     grads: Sequence[torch.Tensor | None] = cotangents[0] if len(cotangents) == 1 else cotangents
-    if not ctx.training:
-        raise UnsupportedError("this layer was run for inference and has nothing saved; call it with grad enabled")
     program = program_by_key(ctx.program)
-    forward = program.function
+    if not ctx.training and program.backward_function(program.float_results) is not None:
+        raise UnsupportedError("this layer was run for inference and has nothing saved; call it with grad enabled")
+    outputs = program.forward_function(training=ctx.training).result_names
     given = {
         name: grad
-        for name, grad in zip(program.forward_function(training=True).result_names, grads, strict=True)
+        for name, grad in zip(outputs, grads, strict=True)
         if grad is not None and name in program.float_results
     }
     names = tuple(n for n in program.float_results if n in given)
+    by_name: dict[str, torch.Tensor] = {}
     backward = program.backward_function(names) if names else None
-    if backward is None:
-        return None, None, None, [None] * ctx.inputs
-    saved = dict(zip(ctx.saved_names, ctx.saved_tensors, strict=True))
-    operands = [
-        _rows(given[a.name.removeprefix("d_")]) if a.name not in saved else saved[a.name] for a in backward.arguments
-    ]
-    results = torch.ops.moesaic.backward(ctx.program, ctx.backend, list(names), operands)
-    by_name = dict(zip(backward.result_names, results, strict=True))
-    return None, None, None, [by_name.get(f"d_{a.name}") for a in forward.arguments]
+    if backward is not None:
+        saved = dict(zip(ctx.saved_names, ctx.saved_tensors, strict=True))
+        operands = [
+            _rows(given[a.name.removeprefix("d_")]) if a.name not in saved else saved[a.name]
+            for a in backward.arguments
+        ]
+        results = torch.ops.moesaic.backward(ctx.program, ctx.backend, list(names), operands)
+        by_name = dict(zip(backward.result_names, results, strict=True))
+    gradients: list[torch.Tensor | None] = []
+    for argument, (shape, dtype) in zip(program.function.arguments, ctx.shapes, strict=True):
+        gradient = by_name.get(f"d_{argument.name}")
+        if gradient is None and argument.name in program.differentiable_inputs(names):
+            gradient = given[names[0]].new_zeros(shape, dtype=dtype)
+        gradients.append(gradient)
+    return None, None, None, gradients
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:

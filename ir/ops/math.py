@@ -18,6 +18,10 @@ from moesaic.ir.errors import InputError
 from moesaic.ir.types import DType, TensorType, broadcast_shapes
 
 
+SMALLEST_NORMAL = 2.0**-126
+"""Of float32. Below it a divisor counts as zero."""
+
+
 class Elementwise(Op):
     """Base: one result, of the broadcast shape of the operands."""
 
@@ -116,14 +120,14 @@ class Div(Binary):
 
 
 class SafeDiv(Binary):
-    """y = a / b where b is not 0, else 0. A sum of weights that underflowed divides nothing."""
+    """y = a / b, and 0 where |b| < 2^-126: a sum of weights that underflowed divides nothing."""
 
     name = "math.safe_div"
     cuda = "moesaic::safe_divide({0}, {1})"
 
     def formula(self, xp: ArrayNamespace, *operands: Array) -> Array:
         a, b = operands
-        zero = b == 0
+        zero = xp.abs(b) < SMALLEST_NORMAL
         # The divisor is replaced too, so that the derivative of the branch not taken stays finite.
         quotient = a / xp.where(zero, xp.constant(1.0, b), b)
         return xp.where(zero, xp.constant(0.0, quotient), quotient)
@@ -140,7 +144,8 @@ class Maximum(Binary):
     cuda = "moesaic::maximum({0}, {1})"
 
     def formula(self, xp: ArrayNamespace, *operands: Array) -> Array:
-        return xp.maximum(operands[0], operands[1])
+        a, b = operands
+        return xp.where((a < b) | xp.isnan(b), b, a)
 
     def gradient(self, *cotangents: Value | None) -> Sequence[Value | None]:
         dy = _only(cotangents)
@@ -155,7 +160,8 @@ class Minimum(Binary):
     cuda = "moesaic::minimum({0}, {1})"
 
     def formula(self, xp: ArrayNamespace, *operands: Array) -> Array:
-        return xp.minimum(operands[0], operands[1])
+        a, b = operands
+        return xp.where((b < a) | xp.isnan(b), b, a)
 
     def gradient(self, *cotangents: Value | None) -> Sequence[Value | None]:
         dy = _only(cotangents)

@@ -12,6 +12,7 @@ from moesaic.ir import core
 from moesaic.ir.arrays import Array, ArrayNamespace
 from moesaic.ir.attributes import Call
 from moesaic.ir.core import Op, Value, create_one, operand, optional_operand, result
+from moesaic.ir.ops.math import SMALLEST_NORMAL
 from moesaic.ir.types import DType, TensorType
 
 
@@ -127,7 +128,10 @@ class LogSumExp(RowOp):
         x = xp.upcast(operands[0])
         largest = xp.detach(xp.expand_dims(xp.max(x, -1)))
         shift = xp.where(largest == float("-inf"), xp.constant(0.0, x), largest)
-        return shift + xp.log(xp.expand_dims(xp.sum(xp.exp(x - shift), -1)))
+        total = xp.expand_dims(xp.sum(xp.exp(x - shift), -1))
+        # The logarithm of an empty sum is not taken, so that its derivative stays finite.
+        zero = total == 0
+        return xp.where(zero, xp.constant(float("-inf"), x), shift + xp.log(xp.where(zero, xp.constant(1.0, x), total)))
 
     def decompose(self) -> Value:
         """The same in simpler ops, appended to the op's block."""
@@ -143,7 +147,7 @@ class LogSumExp(RowOp):
 
 
 class Normalize(RowOp):
-    """y_k = x_k / d with d = max(sum_j x_j + eps, min). Zero where d is 0."""
+    """y_k = x_k / d with d = max(sum_j x_j + eps, min). Zero where d < 2^-126."""
 
     name = "row.normalize"
     x = operand("[T, K] weights, not negative")
@@ -159,8 +163,8 @@ class Normalize(RowOp):
         x = xp.upcast(operands[0])
         total = xp.expand_dims(xp.sum(x, -1)) + self.eps
         if self.min > 0:
-            total = xp.maximum(total, xp.constant(self.min, total))
-        zero = total == 0
+            total = xp.where(total < self.min, xp.constant(self.min, total), total)  # at the limit, the sum
+        zero = xp.abs(total) < SMALLEST_NORMAL
         quotient = x / xp.where(zero, xp.constant(1.0, total), total)
         return xp.where(zero, xp.constant(0.0, quotient), quotient)
 

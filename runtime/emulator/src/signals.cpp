@@ -59,13 +59,13 @@ void describe(int number, const siginfo_t& info, const Worker& worker, char* tex
 }
 
 void pass_on(int number, siginfo_t* info, void* state) {
-    if (number == timeout_signal()) return;
     const struct sigaction& before = previous[number];
+    // A process may hold two builds of this runtime (another compiler, say): each signal finds the one it is for.
     if ((before.sa_flags & SA_SIGINFO) != 0 && before.sa_sigaction != nullptr) {
         before.sa_sigaction(number, info, state);
     } else if (before.sa_handler != SIG_DFL && before.sa_handler != SIG_IGN) {
         before.sa_handler(number);
-    } else {
+    } else if (number != timeout_signal()) {
         signal(number, SIG_DFL);  // the instruction faults again, now for good
     }
 }

@@ -125,11 +125,49 @@ __device__ __forceinline__ float minimum(float a, float b) {
 #endif
 }
 
-__device__ __forceinline__ float divide(float a, float b) { return a / b; }
-__device__ __forceinline__ float safe_divide(float a, float b) { return b == 0.0f ? 0.0f : a / b; }
+// 1/x to 1 ulp. PTX ISA, "Floating Point Instructions: rcp"; .ftz takes a subnormal for zero.
+__device__ __forceinline__ float reciprocal(float x) {
+#ifdef MOESAIC_EMULATE
+  return 1.0f / x;
+#else
+  float y;
+  asm("rcp.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#endif
+}
+__device__ __forceinline__ float reciprocal_of_normal(float x) {
+#ifdef MOESAIC_EMULATE
+  return 1.0f / x;
+#else
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#endif
+}
+
+// a / b to 2 ulp over the whole range of b: the divisor is brought near 1 first.
+__device__ __forceinline__ float divide(float a, float b) {
+  const float size = fabsf(b);
+  const float scale = size < 0x1p-100f ? 0x1p100f : size > 0x1p100f ? 0x1p-100f : 1.0f;
+  return (a * scale) * reciprocal_of_normal(b * scale);
+}
+
+// a / b to 2 ulp, 0 where |b| is below the smallest normal float. Where a row shares b, one product a value is left.
+__device__ __forceinline__ float safe_divide(float a, float b) {
+  const float r = reciprocal(b);
+  return a * (fabsf(b) < 0x1p-126f ? 0.0f : r);
+}
+
 __device__ __forceinline__ float square_root(float x) { return sqrtf(x); }
 __device__ __forceinline__ float exp(float x) { return expf(x); }
-__device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+
+// e^-|x| neither overflows nor loses the tail of a negative x, and the divisor lies in [1, 2].
+__device__ __forceinline__ float sigmoid(float x) {
+  const float e = expf(-fabsf(x));
+  const float r = reciprocal_of_normal(1.0f + e);
+  return x < 0.0f ? e * r : r;
+}
+
 __device__ __forceinline__ float softplus(float x) { return maximum(x, 0.0f) + log1pf(expf(-fabsf(x))); }
 
 __device__ __forceinline__ float gelu_tanh(float x) {

@@ -11,8 +11,7 @@ namespace moesaic {
 
 // Bits of a float such that a larger value has the larger unsigned number; NaN gives 0, below -inf.
 __device__ __forceinline__ unsigned ordered_bits(float x) {
-  unsigned bits = __float_as_uint(x);
-  if (x == 0.0f) bits = 0;                                        // -0 and +0 are one value
+  unsigned bits = __float_as_uint(x + 0.0f);                      // -0 + 0 is +0: the two are one value
   bits ^= static_cast<unsigned>(static_cast<int>(bits) >> 31) | 0x80000000u;
   return x != x ? 0u : bits;
 }
