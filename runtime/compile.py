@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import functools
 from collections import namedtuple
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+import moesaic.runtime.torch_ops  # noqa: F401  (registers the operators)
 from moesaic.codegen.kernel import GeneratedKernel
 from moesaic.codegen.target import Target
 from moesaic.ir import environment
-from moesaic.ir.core import Function, Module
+from moesaic.ir.core import Module
 from moesaic.ir.declare import Router
 from moesaic.ir.errors import InputError, InputTypeError, suggestion
-from moesaic.ir.types import Affine, DType
-from moesaic.runtime.program import Executable, Program, program_of
+from moesaic.ir.types import Affine, DType, TensorType
+from moesaic.runtime.execute import RUNNERS, compiled_kernel
+from moesaic.runtime.program import Executable, Program, program_by_key, program_of
+from moesaic.runtime.reference import TORCH_DTYPES, evaluate
 
 if TYPE_CHECKING:
-    import torch
-
     from moesaic.codegen.nvrtc import CompiledKernel
     from moesaic.codegen.resources import Resources
 
 BACKENDS = ("auto", "cuda", "emulate", "reference")
+
+_DTYPES = {t: d for d, t in TORCH_DTYPES.items()}
 
 
 def compile(what: Router | Module, *, target: str | Target | None = None, backend: str = "auto") -> CompiledLayer:
@@ -50,6 +57,61 @@ def compile(what: Router | Module, *, target: str | Target | None = None, backen
     return CompiledLayer(what, target, backend)
 
 
+@dataclass(frozen=True, eq=False)
+class Signature:
+    """What a call has to know of a program, as plain values."""
+
+    program: Program
+    inputs: tuple[tuple[str, TensorType], ...]
+    columns: int
+    has_rows: tuple[bool, ...]
+    has_backward: bool
+
+
+_signatures: dict[str, Signature] = {}
+
+
+@torch.compiler.assume_constant_result
+def signature_of(handle: str) -> Signature:
+    """The signature of a program by its handle. Under torch.compile it runs while tracing: the handle, which torch
+    guards, decides everything in it."""
+    found = _signatures.get(handle)
+    if found is None:
+        program = program_by_key(handle)
+        function = program.function
+        first = function.arguments[0].type
+        columns = first.shape[-1] if first.rank == 2 else None
+        if not isinstance(columns, int):
+            raise InputError(f"the first input of @{function.name} must be rows [T, E] with a constant E, found {first}")
+        found = _signatures[handle] = Signature(
+            program=program,
+            inputs=tuple((a.name, a.type) for a in function.arguments),
+            columns=columns,
+            has_rows=tuple(bool(t.rank) and isinstance(t.shape[0], Affine) for t in function.result_types),
+            has_backward=program.backward_function(program.float_results) is not None,
+        )
+    return found
+
+
+@torch.compiler.assume_constant_result
+def resolve_backend(asked: str, device: str, dtype: torch.dtype) -> str:
+    """The backend that runs tensors of a device and dtype.
+
+    Raises:
+        InputError: the backend asked for cannot.
+    """
+    backend = environment.BACKEND.get() if asked == "auto" else asked
+    if backend == "auto":
+        backend = "cuda" if device == "cuda" else "reference"
+    if backend == "cuda" and device != "cuda":
+        raise InputError(f"backend 'cuda' needs CUDA tensors, found logits on {device!r}")
+    if backend == "emulate" and device != "cpu":
+        raise InputError(f"backend 'emulate' needs CPU tensors, found logits on {device!r}")
+    if backend != "reference" and dtype == torch.float64:
+        raise InputError(f"float64 logits run on backend 'reference' only, not on {backend!r}")
+    return backend
+
+
 class CompiledLayer:
     """A layer that runs on tensors.
 
@@ -61,10 +123,18 @@ class CompiledLayer:
         self._declared = declared
         self._target = target
         self._asked = backend
-        self._programs: dict[DType, Program] = {}
-        self._last: DType | None = None
-        self._results: dict[tuple[str, ...], type[Any]] = {}
         self._ran: str | None = None
+        self._last: torch.dtype | None = None
+        # By dtype of the logits. Complete from the start, so that torch.compile finds nothing to do but look one up.
+        self._handles: dict[torch.dtype, str] = {
+            TORCH_DTYPES[dtype]: _program_for(declared, dtype).key for dtype in self._dtypes()
+        }
+        names = declared.outputs if isinstance(declared, Router) else tuple(declared.entry.result_names)
+        self._result_type = _result_type(names)
+
+    def _dtypes(self) -> list[DType]:
+        declared = self._declared_dtype
+        return [declared] if declared not in (None, DType.F64) else [DType.BF16, DType.F16, DType.F32, DType.F64]
 
     def __reduce__(self) -> tuple[Any, ...]:
         declared = self._declared if isinstance(self._declared, Router) else str(self._declared)
@@ -87,30 +157,45 @@ class CompiledLayer:
             InputTypeError: an input is missing, was not declared, or is not a tensor.
             InputError: an input has the wrong shape, dtype or device.
         """
-        import torch
-
-        program, tensors, leading = self._bind(args, inputs)
-        function = program.function
-        backend = self._choose_backend(tensors[0])
-        if not torch.compiler.is_compiling():
-            self._ran = backend
-        training = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        if not args and "logits" in inputs:
+            args = (inputs.pop("logits"),)
+        if len(args) != 1:
+            raise InputTypeError(f"pass the logits first and other inputs by name; found {len(args)} positional inputs")
+        logits = args[0]
+        if not isinstance(logits, torch.Tensor):
+            raise InputTypeError(f"logits must be a tensor, found {type(logits).__name__}")
+        handle = self._handles.get(logits.dtype)
+        if handle is None:
+            handle = self._other_dtype(logits.dtype)
+        signature = signature_of(handle)
+        backend = resolve_backend(self._asked, logits.device.type, logits.dtype)
+        tensors = _bind(signature, logits, inputs)
+        training = signature.has_backward and torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         if backend == "reference":
-            from moesaic.runtime.reference import evaluate
-
-            outputs = evaluate(function, dict(zip([a.name for a in function.arguments], tensors, strict=True)))
+            outputs = evaluate(signature.program.function, dict(zip([n for n, _ in signature.inputs], tensors)))
+        elif torch.compiler.is_compiling():
+            outputs = torch.ops.moesaic.forward(handle, backend, training, tensors)
         else:
-            import moesaic.runtime.torch_ops  # noqa: F401  (registers the operators)
+            self._ran = backend
+            self._last = logits.dtype
+            if training or _must_dispatch(tensors):
+                outputs = torch.ops.moesaic.forward(handle, backend, training, tensors)
+            else:
+                # Nothing to record and nobody watching: the same runner without the dispatcher's cost.
+                outputs = RUNNERS[backend].run(signature.program, "forward", (), tensors)
+        if logits.dim() == 2:
+            return self._result_type(*outputs[: len(signature.has_rows)])
+        leading = logits.shape[:-1]
+        return self._result_type(
+            *(
+                o.reshape(*leading, *o.shape[1:]) if rows else o
+                for o, rows in zip(outputs, signature.has_rows, strict=False)
+            )
+        )
 
-            training = training and program.backward_function(program.float_results) is not None
-            outputs = torch.ops.moesaic.forward(program.key, backend, training, tensors)
-        shaped = [
-            o.reshape(*leading, *o.shape[1:]) if len(leading) != 1 and _has_rows(t) else o
-            for o, t in zip(outputs, function.result_types, strict=False)
-        ]
-        return self._result_type(function)(*shaped)
-
-    def warmup(self, device: torch.device | str = "cuda", *, dtype: str | None = None, backward: bool = True) -> None:
+    def warmup(
+        self, device: torch.device | str = "cuda", *, dtype: torch.dtype | str | None = None, backward: bool = True
+    ) -> None:
         """Lowers, compiles and loads everything a call needs, for contiguous inputs on a device.
 
         Call it before capturing a CUDA graph.
@@ -120,75 +205,39 @@ class CompiledLayer:
             dtype: of the logits; needed if the layer was declared without one.
             backward: also prepare the backward function, with a cotangent for every float result.
         """
-        import torch
-
-        from moesaic.runtime.reference import TORCH_DTYPES
-
-        program = self._program(DType.parse(dtype) if dtype else None)
+        program = self._program(DType.parse(dtype) if dtype is not None else None)
         made = {}
         for argument in program.function.arguments:
             shape = [1 if isinstance(d, Affine) else d for d in argument.type.shape]
             made[argument.name] = torch.zeros(shape, dtype=TORCH_DTYPES[argument.type.dtype], device=device)
-            if backward and argument.type.dtype.is_float:
-                made[argument.name].requires_grad_()
         first, *rest = made.items()
+        with torch.no_grad():
+            self(first[1], **dict(rest))
+        if not backward:
+            return
+        for tensor in made.values():
+            if tensor.dtype.is_floating_point:
+                tensor.requires_grad_()
         with torch.enable_grad():
             result = self(first[1], **dict(rest))
         floats = [r for r in result if r.requires_grad]
         if floats:
             torch.autograd.backward(floats, [torch.zeros_like(r) for r in floats])
-        with torch.no_grad():
-            self(first[1].detach(), **{k: v.detach() for k, v in rest})
 
-    def _bind(
-        self, args: Sequence[torch.Tensor], inputs: Mapping[str, torch.Tensor]
-    ) -> tuple[Program, list[torch.Tensor], tuple[int, ...]]:
-        """The program for these inputs, the tensors in the order of its arguments, and the leading dimensions."""
-        import torch
-
-        if not args and "logits" in inputs:
-            args, inputs = (inputs["logits"],), {k: v for k, v in inputs.items() if k != "logits"}
-        if len(args) != 1:
-            raise InputTypeError(f"pass the logits first and other inputs by name; found {len(args)} positional inputs")
-        logits = args[0]
-        if not isinstance(logits, torch.Tensor):
-            raise InputTypeError(f"logits must be a tensor, found {type(logits).__name__}")
-        program = self._program(self._dtype_of(logits))
-        function = program.function
-        first, *others = function.arguments
-        names = [a.name for a in others]
-        for name in inputs:
-            if name not in names:
-                raise InputTypeError(
-                    f"input {name!r} was not declared{suggestion(name, names)}; declared: {', '.join(names) or 'none'}"
-                )
-        columns = first.type.shape[-1]
-        if logits.dim() < 1 or logits.shape[-1] != columns:
-            raise InputError(
-                f"{first.name} must have shape [..., {columns}], found {list(logits.shape)}"
-            )
-        leading = tuple(logits.shape[:-1])
-        rows = logits if logits.dim() == 2 else logits.reshape(-1, columns)
-        tensors = [_dense_rows(rows)]
-        symbols = {"T": rows.shape[0]}
-        for argument in others:
-            given = inputs.get(argument.name)
-            if given is None:
-                raise InputTypeError(f"input {argument.name!r} ({argument.type}) is missing")
-            tensors.append(_dense_rows(_checked(argument.name, argument.type, given, logits.device, symbols)))
-        return program, tensors, leading
-
-    def _dtype_of(self, logits: torch.Tensor) -> DType:
-        found = DType.parse(str(logits.dtype)) if logits.dtype.is_floating_point else None
-        if found is None:
-            raise InputError(f"logits must be bf16, fp16 or fp32, found {str(logits.dtype).removeprefix('torch.')}")
+    def _other_dtype(self, dtype: torch.dtype) -> str:
+        """The handle for logits of a dtype that was not declared: float64 runs on the reference; others are refused."""
         declared = self._declared_dtype
-        if declared is not None and found is not declared and found is not DType.F64:
-            raise InputError(
-                f"this layer was declared for {declared.public_name} logits, found {found.public_name}; cast the "
-                f"logits, or declare it with dtype={found.public_name!r} or without a dtype"
-            )
-        return found
+        if not dtype.is_floating_point or dtype not in _DTYPES:
+            raise InputError(f"logits must be bf16, fp16 or fp32, found {str(dtype).removeprefix('torch.')}")
+        if dtype == torch.float64:
+            self._handles[dtype] = _program_for(self._declared, DType.F64).key
+            return self._handles[dtype]
+        found = _DTYPES[dtype].public_name
+        assert declared is not None
+        raise InputError(
+            f"this layer was declared for {declared.public_name} logits, found {found}; cast the logits, or declare it "
+            f"with dtype={found!r} or without a dtype"
+        )
 
     @property
     def _declared_dtype(self) -> DType | None:
@@ -197,32 +246,9 @@ class CompiledLayer:
         return DType.parse(self._declared.dtype) if self._declared.dtype is not None else None
 
     def _program(self, dtype: DType | None = None) -> Program:
-        dtype = dtype or self._declared_dtype or self._last or DType.F32
-        self._last = dtype
-        if dtype not in self._programs:
-            module = self._declared.module(dtype) if isinstance(self._declared, Router) else self._declared
-            self._programs[dtype] = program_of(module)
-        return self._programs[dtype]
-
-    def _choose_backend(self, logits: torch.Tensor) -> str:
-        backend = self._asked
-        if backend == "auto":
-            backend = environment.BACKEND.get()
-        if backend == "auto":
-            backend = "cuda" if logits.is_cuda else "reference"
-        if backend == "cuda" and not logits.is_cuda:
-            raise InputError(f"backend 'cuda' needs CUDA tensors, found logits on {logits.device}")
-        if backend == "emulate" and logits.device.type != "cpu":
-            raise InputError(f"backend 'emulate' needs CPU tensors, found logits on {logits.device}")
-        if backend != "reference" and str(logits.dtype) == "torch.float64":
-            raise InputError(f"float64 logits run on backend 'reference' only, not on {backend!r}")
-        return backend
-
-    def _result_type(self, function: Function) -> type[Any]:
-        names = tuple(function.result_names)
-        if names not in self._results:
-            self._results[names] = namedtuple("Routing", names)  # type: ignore[misc]  # noqa: PYI024
-        return self._results[names]
+        """The program to look at: of the dtype given, declared, called with last, or float32."""
+        last = _DTYPES[self._last] if self._last is not None else DType.F32
+        return _program_for(self._declared, dtype or self._declared_dtype or last)
 
     # ------------------------------------------------------------------------------------------------- looking
 
@@ -280,8 +306,6 @@ class CompiledLayer:
         return {s: self._compiled(k).resources for s, k in self.kernels.items()}
 
     def _compiled(self, kernel: GeneratedKernel) -> CompiledKernel:
-        from moesaic.runtime.execute import compiled_kernel
-
         return compiled_kernel(kernel, self.target)
 
     def _views(self) -> list[Executable]:
@@ -327,8 +351,46 @@ def _restore(declared: Router | str, target: str | None, backend: str) -> Compil
     return compile(parse(declared) if isinstance(declared, str) else declared, target=target, backend=backend)
 
 
-def _has_rows(type: Any) -> bool:
-    return bool(type.rank) and isinstance(type.shape[0], Affine)
+@functools.cache
+def _result_type(names: tuple[str, ...]) -> type[Any]:
+    return namedtuple("Routing", names)  # noqa: PYI024 - the fields are the function's results
+
+
+@functools.lru_cache(maxsize=1024)
+def _router_program(router: Router, dtype: DType) -> Program:
+    return program_of(router.module(dtype))
+
+
+def _program_for(declared: Router | Module, dtype: DType) -> Program:
+    return _router_program(declared, dtype) if isinstance(declared, Router) else program_of(declared)
+
+
+def _must_dispatch(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether a mode or a transform of torch has to see the call (fake tensors, vmap, a profiler of operators)."""
+    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return True
+    return any(type(t) is not torch.Tensor and type(t) is not torch.nn.Parameter for t in tensors)
+
+
+def _bind(signature: Signature, logits: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors in the order of the function's inputs, checked, with rows that are dense inside."""
+    if logits.dim() < 1 or logits.shape[-1] != signature.columns:
+        name = signature.inputs[0][0]
+        raise InputError(f"{name} must have shape [..., {signature.columns}], found {list(logits.shape)}")
+    rows = logits if logits.dim() == 2 else logits.reshape(-1, signature.columns)
+    tensors = [_dense_rows(rows)]
+    for name, declared in signature.inputs[1:]:
+        given = inputs.get(name)
+        if given is None:
+            raise InputTypeError(f"input {name!r} ({declared}) is missing")
+        tensors.append(_dense_rows(_checked(name, declared, given, rows)))
+    if len(inputs) >= len(tensors):
+        known = [n for n, _ in signature.inputs[1:]]
+        unknown = next(n for n in inputs if n not in known)
+        raise InputTypeError(
+            f"input {unknown!r} was not declared{suggestion(unknown, known)}; declared: {', '.join(known) or 'none'}"
+        )
+    return tensors
 
 
 def _dense_rows(tensor: torch.Tensor) -> torch.Tensor:
@@ -336,19 +398,16 @@ def _dense_rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dim() == 0 or tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
 
 
-def _checked(
-    name: str, type: Any, given: object, device: torch.device, symbols: Mapping[str, int]
-) -> torch.Tensor:
-    import torch
-
+def _checked(name: str, declared: TensorType, given: object, rows: torch.Tensor) -> torch.Tensor:
     if not isinstance(given, torch.Tensor):
-        raise InputTypeError(f"{name} must be a tensor, found {given.__class__.__name__}")
-    expected = [symbols.get(str(d), d) for d in type.shape]
+        raise InputTypeError(f"{name} must be a tensor, found {type(given).__name__}")
+    expected = [rows.shape[0] if isinstance(d, Affine) else d for d in declared.shape]
     if list(given.shape) != expected:
         raise InputError(f"{name} must have shape {expected}, found {list(given.shape)}")
-    found = str(given.dtype).removeprefix("torch.")
-    if DType.parse(found) is not type.dtype and not (type.dtype.is_float and found == "float64"):
-        raise InputError(f"{name} must be {type.dtype.public_name}, found {DType.parse(found).public_name}")
-    if given.device != device:
-        raise InputError(f"{name} is on {given.device}, but logits are on {device}; move one of them")
+    wide = given.dtype == torch.float64 and rows.dtype == torch.float64
+    if given.dtype != TORCH_DTYPES[declared.dtype] and not wide:
+        found = str(given.dtype).removeprefix("torch.")
+        raise InputError(f"{name} must be {declared.dtype.public_name}, found {found}")
+    if given.device != rows.device:
+        raise InputError(f"{name} is on {given.device}, but logits are on {rows.device}; move one of them")
     return given

@@ -122,6 +122,16 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
 torch.library.register_autograd("moesaic::forward", _autograd, setup_context=_setup_context, lib=_library)
 
 
+def _refuse_vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+    raise UnsupportedError(
+        "vmap over a compiled layer is not available; it takes leading dimensions itself: pass the batched logits"
+    )
+
+
+torch.library.register_vmap("moesaic::forward", _refuse_vmap, lib=_library)
+torch.library.register_vmap("moesaic::backward", _refuse_vmap, lib=_library)
+
+
 def _refuse_double_backward(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
     raise UnsupportedError(
         "second derivatives of a compiled layer are not available; use backend='reference' for double backward"

@@ -642,4 +642,4 @@ def test_portable_context_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     for result in by_order(kernel, np.zeros((9, 96), np.int32), grid=9, block=96):
         np.testing.assert_array_equal(result, [np.arange(95, -1, -1) ^ 5] * 9)
     with pytest.raises(EmulationError, match="deadlock"):
-        run(compile_kernel("if (threadIdx.x) __syncwarp();", "int* out"), np.zeros(1, np.int32))
+        run(compile_kernel("if (threadIdx.x) __syncwarp(); else __syncthreads();", "int* out"), np.zeros(1, np.int32))

@@ -207,7 +207,8 @@ def test_wheel_holds_what_it_should(wheel: Path) -> None:
     for folder in RANK:
         wanted.update(sources(folder))
     wanted.update(p for p in (ROOT / "templates").rglob("*") if p.suffix in (".j2", ".cuh"))
-    wanted.update(p for p in (ROOT / "runtime" / "emulator" / "include").rglob("*") if p.is_file())
+    for part in ("include", "src"):
+        wanted.update(p for p in (ROOT / "runtime" / "emulator" / part).rglob("*") if p.is_file())
     wanted.update((ROOT / "runtime").glob("tuned/**/*.json"))
     assert held == {f"moesaic/{p.relative_to(ROOT).as_posix()}" for p in wanted if "__pycache__" not in p.parts}
 

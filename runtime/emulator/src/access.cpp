@@ -32,7 +32,9 @@ void describe_place(const LaunchRequest& request, std::uint64_t address, char* t
     for (std::uint32_t i = 0; i < request.buffer_count; ++i) {
         const Buffer& buffer = request.buffers[i];
         const std::uint64_t end = buffer.address + buffer.bytes;
-        const std::uint64_t gap = address < buffer.address ? buffer.address - address : address >= end ? address - end : 0;
+        const std::uint64_t gap = address < buffer.address ? buffer.address - address
+                                  : address >= end         ? address - end
+                                                           : 0;
         if (gap < distance) {
             distance = gap;
             nearest = &buffer;

@@ -64,7 +64,8 @@ void map_dynamic_shared(Worker& worker, std::size_t bytes) {
     const std::size_t rounded = (bytes + 15) / 16 * 16;
     const std::size_t pages = (rounded + kGuardBytes - 1) / kGuardBytes * kGuardBytes;
     worker.dynamic_region_bytes = pages + kGuardBytes;
-    void* memory = mmap(nullptr, worker.dynamic_region_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    void* memory =
+        mmap(nullptr, worker.dynamic_region_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED) {
         worker.dynamic_region_bytes = 0;
         return;

@@ -79,7 +79,8 @@ MOESAIC_EMULATE_API std::uint64_t warp_collective(WarpOperation operation, unsig
 
 // Waits until all threads of the block that have not exited arrive. Returns the combined predicate. Barrier `id` 0 is
 // __syncthreads; named barriers (1 to 15) wait for `threads` threads.
-MOESAIC_EMULATE_API int block_barrier(BlockOperation operation, unsigned id, unsigned threads, int predicate, Site site);
+MOESAIC_EMULATE_API int block_barrier(BlockOperation operation, unsigned id, unsigned threads, int predicate,
+                                      Site site);
 
 // Lanes of the warp that reached this call together: all that wait here once no other lane of the warp can go on.
 MOESAIC_EMULATE_API unsigned active_mask(Site site);

@@ -41,7 +41,8 @@
 // Device compilers accept `__shared__ alignas(16) float x[4]`; for g++ a standard attribute may not stand there.
 #define alignas(bytes) __attribute__((aligned(bytes)))
 
-static_assert(sizeof(uint3) == sizeof(moesaic_emulate::Index3) && sizeof(dim3) == sizeof(moesaic_emulate::Index3), "");
+static_assert(sizeof(uint3) == sizeof(moesaic_emulate::Index3), "threadIdx is read as a uint3");
+static_assert(sizeof(dim3) == sizeof(moesaic_emulate::Index3), "blockDim is read as a dim3");
 
 namespace moesaic_emulate {
 
@@ -61,8 +62,10 @@ static constexpr int warpSize = MOESAIC_EMULATE_WARP_SIZE;
 #define assert(condition) \
     ((condition) ? (void)0 : ::moesaic_emulate::fail("assertion failed: " #condition, ::moesaic_emulate::Site::here()))
 // A GPU compiler believes this; here it is checked.
-#define __builtin_assume(condition) \
-    ((condition) ? (void)0 : ::moesaic_emulate::fail("assumption does not hold: " #condition, ::moesaic_emulate::Site::here()))
+#define __builtin_assume(condition)                                                 \
+    ((condition) ? (void)0                                                          \
+                 : ::moesaic_emulate::fail("assumption does not hold: " #condition, \
+                                           ::moesaic_emulate::Site::here()))
 
 #include "moesaic_emulate/memory.h"
 #include "moesaic_emulate/block.h"

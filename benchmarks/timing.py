@@ -1,0 +1,256 @@
+"""How a GPU is timed: replays of CUDA graphs over rotating inputs, and the ceilings of the card in the same run.
+
+A call is captured many times in one graph, each time on another input set, and the graph is replayed between pairs of
+events. So neither the host nor the gaps between launches from it are in the numbers, and inputs and outputs together
+are larger than the L2 cache wherever the number of sets allows it.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+Call = Callable[[int], object]
+"""Does the work on input set `i` and returns every tensor it makes, so that these stay distinct between sets."""
+
+MOST_SETS = 128
+"""Input sets of one measurement; tiny inputs stay in the L2 cache even so, as they do behind a gate product."""
+
+_MOST_CALLS = 2048  # nodes cost host memory and time to capture
+_WARM_UPS = 3
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds of one call: the median over replays, and how far the middle 80 % of them lie apart, relative."""
+
+    us: float
+    spread: float
+    replays: int
+    calls: int
+
+    def __str__(self) -> str:
+        return f"{self.us:.2f} us (± {100 * self.spread / 2:.1f} %)"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a bound is computed from. The defaults are those of an H100 SXM and stand in where no GPU is."""
+
+    name: str = "nominal H100"
+    sms: int = 132
+    clock_hz: float = 1.7e9
+    bandwidth: float = 3.0e12
+    """Bytes a second that a copy kernel reads and writes."""
+    l2_bytes: int = 50 * 2**20
+    node_us: float = 1.3
+    """One kernel that does next to nothing, as a node of a graph."""
+    driver: str = "none"
+    measured: bool = False
+
+    def __str__(self) -> str:
+        how = "measured" if self.measured else "assumed"
+        return (
+            f"{self.name}, driver {self.driver}; {self.sms} SMs at {self.clock_hz / 1e9:.2f} GHz, "
+            f"L2 {self.l2_bytes / 2**20:.0f} MiB; {how}: copy {self.bandwidth / 1e12:.3f} TB/s read + written, "
+            f"graph node {self.node_us:.2f} us"
+        )
+
+
+class GraphTimer:
+    """A call captured in a CUDA graph, ready to be timed as often as one likes.
+
+    Everything the call compiles or loads is compiled and loaded by warm-up calls before the capture, on the stream
+    that captures.
+
+    Args:
+        call: see `Call`; it must neither synchronise nor change between calls.
+        sets: how many input sets to go round.
+        least_ms: a replay shall take at least this long; the rounds over the sets are repeated until it does.
+    """
+
+    def __init__(self, call: Call, sets: int = 1, least_ms: float = 1.0) -> None:
+        self._call = call
+        self._sets = sets
+        self._stream = torch.cuda.Stream()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for i in range(_WARM_UPS):
+                call(i % sets)
+        torch.cuda.current_stream().wait_stream(self._stream)
+        torch.cuda.synchronize()
+        self._rounds = 1
+        self._graph = self._capture()
+        for _ in range(3):
+            ms = self._replay_ms()
+            more = min(math.ceil(1.1 * least_ms / ms), max(1, _MOST_CALLS // (self._rounds * sets)))
+            if more <= 1:
+                break
+            self._rounds *= more
+            self._graph = self._capture()
+
+    @property
+    def calls(self) -> int:
+        """Calls in one replay."""
+        return self._rounds * self._sets
+
+    def _capture(self) -> torch.cuda.CUDAGraph:
+        # What the graph made before goes first, or the two would need memory at once. The last results of each set
+        # are kept during the capture: freed, their memory would serve the next call and stay in the cache.
+        self._graph = None
+        self._kept: list[object] = [None] * self._sets
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=self._stream):
+            for n in range(self.calls):
+                self._kept[n % self._sets] = self._call(n % self._sets)
+        graph.replay()
+        torch.cuda.synchronize()
+        return graph
+
+    @property
+    def results(self) -> Sequence[object]:
+        """What the call returned for each set; the memory holds what the last replay wrote."""
+        return self._kept
+
+    def _replay_ms(self) -> float:
+        """The shorter of two replays."""
+        return max(min(self._events(2)), 1e-3)
+
+    def _events(self, replays: int) -> list[float]:
+        assert self._graph is not None
+        pairs = [
+            (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(replays)
+        ]
+        self._graph.replay()  # the host gets ahead of the GPU, so that its launches lie in no interval
+        for start, end in pairs:
+            start.record()
+            self._graph.replay()
+            end.record()
+        torch.cuda.synchronize()
+        return [start.elapsed_time(end) for start, end in pairs]
+
+    def sample(self, target_ms: float = 30.0) -> list[float]:
+        """Microseconds a call of several replays that together take about `target_ms`."""
+        replays = int(min(60, max(7, target_ms / self._replay_ms())))
+        return [1e3 * ms / self.calls for ms in self._events(replays)]
+
+    def time(self, target_ms: float = 30.0) -> Timing:
+        """The median over the replays of about `target_ms`."""
+        return summary(self.sample(target_ms), self.calls)
+
+
+def summary(samples: Sequence[float], calls: int) -> Timing:
+    """Median and spread of samples in microseconds a call."""
+    ordered = sorted(samples)
+    cut = len(ordered) // 10
+    middle = ordered[cut : len(ordered) - cut]
+    median = statistics.median(ordered)
+    return Timing(median, (middle[-1] - middle[0]) / median, len(ordered), calls)
+
+
+def sets_for(bytes_per_set: float, l2_bytes: int) -> tuple[int, bool]:
+    """How many input sets exceed the L2 cache twice, at most `MOST_SETS`; and whether they do exceed it."""
+    sets = max(2, min(MOST_SETS, math.ceil(2 * l2_bytes / max(bytes_per_set, 1))))
+    return sets, sets * bytes_per_set > 1.5 * l2_bytes
+
+
+def host_us(call: Callable[[], object], calls: int = 1000, between: int = 16) -> float:
+    """Median microseconds of host time of one call, with the GPU idle again after every `between` calls."""
+    for _ in range(50):
+        call()
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        took = []
+        for n in range(calls):
+            if n % between == 0:
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            call()
+            took.append(time.perf_counter() - start)
+    finally:
+        if collecting:
+            gc.enable()
+    torch.cuda.synchronize()
+    return 1e6 * statistics.median(took)
+
+
+# --------------------------------------------------------------------------------------------------------- ceilings
+
+
+def measure_machine() -> Machine:
+    """The card and its ceilings: copy bandwidth, the cost of a graph node, the clock while copying."""
+    properties = torch.cuda.get_device_properties(0)
+    bandwidth, clock_hz = _copy_bandwidth()
+    return Machine(
+        name=properties.name,
+        sms=properties.multi_processor_count,
+        clock_hz=clock_hz or Machine.clock_hz,
+        bandwidth=bandwidth,
+        l2_bytes=getattr(properties, "L2_cache_size", 0) or Machine.l2_bytes,
+        node_us=_node_us(),
+        driver=_ask_nvidia_smi("driver_version") or "unknown",
+        measured=True,
+    )
+
+
+def _copy_bandwidth() -> tuple[float, float | None]:
+    """Bytes a second, read plus written, of a kernel that copies 1 GiB; and the clock in Hz while it runs."""
+    source = torch.randn(2**28, device="cuda")  # random: equal bits everywhere can run faster than data does
+    target = torch.empty_like(source)
+    # A multiplication, because torch's own copy of whole tensors is the copy engine's, which is slower.
+    timer = GraphTimer(lambda i: torch.mul(source, 1.5, out=target), least_ms=8.0)
+    timing = timer.time(300.0)
+    clock = _clock_under_load(timer)
+    del timer, source, target
+    torch.cuda.empty_cache()
+    return 2 * 2**30 / (timing.us * 1e-6), clock
+
+
+def _clock_under_load(timer: GraphTimer, seconds: float = 1.0) -> float | None:
+    assert timer._graph is not None
+    for _ in range(max(1, int(1e3 * seconds / timer._replay_ms()))):
+        timer._graph.replay()
+    answer = _ask_nvidia_smi("clocks.sm")
+    torch.cuda.synchronize()
+    digits = (answer or "").split()
+    return 1e6 * float(digits[0]) if digits and digits[0].isdigit() else None
+
+
+def _node_us() -> float:
+    one = torch.ones(1, device="cuda")
+    return GraphTimer(lambda i: one.add_(1.0), least_ms=1.0).time().us
+
+
+def _ask_nvidia_smi(what: str) -> str | None:
+    """One value of the first GPU, or None where it cannot be had."""
+    command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader", "--id=0"]
+    return _output_of(command)
+
+
+def commit() -> str:
+    """The commit of this checkout, marked if files differ from it; ``unknown`` without git."""
+    here = str(Path(__file__).resolve().parent)
+    found = _output_of(["git", "-C", here, "rev-parse", "--short=12", "HEAD"])
+    if found is None:
+        return "unknown"
+    changed = _output_of(["git", "-C", here, "status", "--porcelain"])
+    return f"{found} with changes" if changed else found
+
+
+def _output_of(command: Sequence[str]) -> str | None:
+    """First line a program prints; None if it cannot be run or fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    lines = done.stdout.strip().splitlines()
+    return lines[0].strip() if done.returncode == 0 and lines else None

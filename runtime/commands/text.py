@@ -1,0 +1,168 @@
+"""IR and CUDA as people read them: differences, long lines, colours, and two columns."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import re
+import sys
+from collections.abc import Iterable, Iterator
+
+from moesaic.runtime.commands import console
+
+_NUMBERED = re.compile(r"%(\d+)\b")
+_ASSIGNMENT = re.compile(r"\s*((?:%\w+,\s*)*%\w+) = (.*)")
+_OP_COMMENT = re.compile(r"^(?P<code>.*?)\s*// (?P<op>(?:%\w+(?:, %\w+)* = )?[a-z]+\.[a-z_0-9]+ .*)$")
+
+
+def readable_difference(before: str, after: str, *, context: int = 1) -> list[str]:
+    """What changed between two printed modules, lines marked ``+``, ``-`` or a space.
+
+    Neither indentation nor the numbers of unnamed values count: ops that only moved into a region, or were numbered
+    anew, have not changed. Runs of unchanged lines are cut to `context` lines at either end.
+    """
+    old, new = before.splitlines(), after.splitlines()
+    matcher = difflib.SequenceMatcher(None, _line_keys(old), _line_keys(new), autojunk=False)
+    lines: list[str] = []
+    for tag, a0, a1, b0, b1 in matcher.get_opcodes():
+        if tag == "equal":
+            lines += _shortened(new[b0:b1], context, first=b0 == 0, last=b1 == len(new))
+            continue
+        lines += [f"- {line}" for line in old[a0:a1] if line.strip()]
+        lines += [f"+ {line}" for line in new[b0:b1] if line.strip()]
+    return lines if any(line[0] in "+-" for line in lines) else []
+
+
+def _line_keys(lines: Iterable[str]) -> list[str]:
+    """A key for each line that is the same for the same computation, however its unnamed values are numbered."""
+    meaning: dict[str, str] = {}
+    keys = []
+    for line in lines:
+        line = line.strip()
+        match = _ASSIGNMENT.fullmatch(line)
+        targets, body = match.groups() if match else ("", line)
+        body = _NUMBERED.sub(lambda m: meaning.get(m[1], m[0]), body)
+        for position, name in enumerate(_NUMBERED.findall(targets)):
+            meaning[name] = "%" + hashlib.sha256(f"{body} {position}".encode()).hexdigest()[:12]
+        keys.append(f"{_NUMBERED.sub('%', targets)} = {body}")
+    return keys
+
+
+def _shortened(lines: list[str], context: int, *, first: bool, last: bool) -> list[str]:
+    head = [] if first else lines[:context]
+    tail = [] if last else lines[max(len(head), len(lines) - context) :]
+    hidden = len(lines) - len(head) - len(tail)
+    if hidden <= 1:
+        return [f"  {line}" for line in lines]
+    shown = [f"  {line}" for line in head]
+    if not first and not last:
+        shown.append(f"    ⋮ {hidden} lines")
+    return shown + [f"  {line}" for line in tail]
+
+
+def colored_difference(lines: Iterable[str]) -> str:
+    """A difference wrapped to the width of the page, coloured on a terminal."""
+    made = []
+    for line in lines:
+        style = {"+": ("green",), "-": ("red",)}.get(line[:1], ("dim",))
+        made += [console.styled(piece, *style) for piece in wrapped(line, console.width())]
+    return "\n".join(made)
+
+
+def wrapped(line: str, columns: int) -> list[str]:
+    """A line of IR in pieces of at most `columns`, broken behind commas; still the same IR."""
+    if len(line) <= columns:
+        return [line]
+    margin = " " * (len(line) - len(line.lstrip(" +-")) + 4)
+    pieces: list[str] = []
+    rest = line
+    while len(rest) > columns:
+        cut = rest.rfind(", ", len(margin) + 1, columns) + 1
+        if cut <= len(margin):
+            cut = rest.rfind(" ", len(margin) + 1, columns)
+        if cut <= len(margin):
+            break
+        pieces.append(rest[:cut])
+        rest = margin + rest[cut:].lstrip()
+    return [*pieces, rest]
+
+
+def ir(text: str) -> str:
+    """IR for reading: long lines wrapped."""
+    return "\n".join(piece for line in text.rstrip().splitlines() for piece in wrapped(line, console.width()))
+
+
+def cuda(text: str) -> str:
+    """CUDA for reading: coloured on a terminal where rich is installed, else as it is."""
+    text = text.rstrip()
+    if not console.has_color(sys.stdout):
+        return text
+    try:
+        from rich.console import Console
+        from rich.syntax import Syntax
+    except ModuleNotFoundError:
+        return text
+    wide = max(len(line) for line in text.splitlines()) + 1
+    screen = Console(width=wide, force_terminal=True, color_system="standard")
+    with screen.capture() as captured:
+        screen.print(Syntax(text, "cuda", theme="ansi_dark", background_color="default"), soft_wrap=True)
+    return "\n".join(line.rstrip() for line in captured.get().rstrip().splitlines())
+
+
+def beside(left: str, right: str, columns: int) -> Iterator[str]:
+    """Lines of two texts in two columns, matched like a difference: ``|`` changed, ``<`` gone, ``>`` new."""
+    half = (columns - 3) // 2
+    old, new = left.splitlines(), right.splitlines()
+    matcher = difflib.SequenceMatcher(None, _line_keys(old), _line_keys(new), autojunk=False)
+    for tag, a0, a1, b0, b1 in matcher.get_opcodes():
+        for i in range(max(a1 - a0, b1 - b0)):
+            a = old[a0 + i] if a0 + i < a1 else None
+            b = new[b0 + i] if b0 + i < b1 else None
+            mark = " " if tag == "equal" else "<" if b is None else ">" if a is None else "|"
+            style = {" ": (), "<": ("red",), ">": ("green",), "|": ("yellow",)}[mark]
+            yield from _row(a or "", b or "", half, mark, style)
+
+
+def op_beside_code(source: str, columns: int) -> Iterator[str]:
+    """A kernel's CUDA on the right, and on the left the IR op that each line comes from."""
+    rows: list[tuple[str, str]] = []
+    for line in source.splitlines():
+        match = _OP_COMMENT.match(line)
+        rows.append((match["op"], match["code"]) if match else ("", line))
+    # An op on a line of its own belongs to the code below it.
+    joined: list[tuple[str, str]] = []
+    pending = ""
+    for op, code in rows:
+        if op and not code.strip():
+            pending = op
+            continue
+        if not op and pending and code.strip():
+            op, pending = pending, ""
+        joined.append((op, code))
+    left = min(max((len(op) for op, _ in joined), default=0), columns * 2 // 5)
+    for op, code in joined:
+        yield from _row(op, code, left, "│", ("cyan",), columns - left - 3)
+
+
+def _row(a: str, b: str, left: int, mark: str, style: tuple[str, ...], right: int | None = None) -> Iterator[str]:
+    ours = _folded(a, left)
+    theirs = _folded(b, left if right is None else right)
+    for i in range(max(len(ours), len(theirs))):
+        x = ours[i] if i < len(ours) else ""
+        y = theirs[i] if i < len(theirs) else ""
+        x, y = x.ljust(left), y.rstrip()
+        if mark == "│":
+            yield f"{console.styled(x, *style)} {console.styled(mark, 'dim')} {y}".rstrip()
+        else:
+            yield (console.styled(f"{x} {mark} {y}", *style) if style else f"{x} {mark} {y}").rstrip()
+
+
+def _folded(line: str, columns: int) -> list[str]:
+    """A line cut to pieces of at most `columns`, behind commas or at spaces where there are any."""
+    pieces = []
+    for piece in wrapped(line, columns):
+        while len(piece) > columns:
+            pieces.append(piece[:columns])
+            piece = "    " + piece[columns:]
+        pieces.append(piece)
+    return pieces

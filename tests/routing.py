@@ -1,0 +1,221 @@
+"""What the tests of routers share: where to run, one run with random cotangents, and comparisons that can fail."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+import moesaic as mo
+from moesaic.ir.attributes import Call
+from moesaic.runtime.compile import CompiledLayer
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+
+COMPILED = [
+    pytest.param("emulate", marks=pytest.mark.emulate),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]
+BACKENDS = [pytest.param("reference"), *COMPILED]
+
+INF = float("inf")
+NAN = float("nan")
+
+EXACT = 1e-6
+"""Of the largest value, for float32 results: a few units in the last place (6e-8 each) of a short chain of float32
+operations. A float32 result against float64 has no more error than that; a wrong formula has far more."""
+
+GRADIENT = 1e-5
+"""Of the largest value, for float32 gradients: they subtract sums of up to E products from one of their terms."""
+
+ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+"""Twice what one rounding to the type may change, relative to the value."""
+
+
+def device_of(backend: str) -> str:
+    return "cuda" if backend == "cuda" else "cpu"
+
+
+def example(name: str) -> ModuleType:
+    """The Python file of an example, imported by its path."""
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# Running --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Run:
+    """Outputs and input gradients of one call, on the CPU, by name."""
+
+    outputs: Mapping[str, torch.Tensor]
+    gradients: Mapping[str, torch.Tensor]
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.outputs[name]
+
+
+def cotangent(like: torch.Tensor, seed: int, storage: torch.dtype | None = None) -> torch.Tensor:
+    """Random numbers of a tensor's shape, the same for every backend; rounded to `storage` first, if given.
+
+    Random, because many sums over a row of weights are constant: a cotangent of ones would test nothing.
+    """
+    drawn = torch.randn(like.shape, generator=torch.Generator().manual_seed(seed))
+    return drawn.to(storage or like.dtype).to(like.dtype).to(like.device)
+
+
+def run(
+    layer: CompiledLayer,
+    logits: torch.Tensor,
+    *,
+    seed: int = 7,
+    storage: Mapping[str, torch.dtype] | None = None,
+    backward: bool = True,
+    **inputs: torch.Tensor,
+) -> Run:
+    """Calls a layer and sends random cotangents back from every float output.
+
+    Args:
+        layer: the compiled layer.
+        logits, inputs: used where and as they lie in memory; all but `bias` get a gradient.
+        seed: of the cotangents.
+        storage: type that the cotangent of an output is rounded to, so that a float64 run gets what the other got.
+        backward: False runs forward alone, without grad.
+    """
+    leaves = {"logits": logits, **inputs}
+    leaves = {n: t.detach().requires_grad_(backward and n != "bias") for n, t in leaves.items()}
+    with torch.set_grad_enabled(backward):
+        result = layer(leaves["logits"], **{n: t for n, t in leaves.items() if n != "logits"})
+    outputs = result._asdict()
+    floats = {n: o for n, o in outputs.items() if o.requires_grad}
+    if floats:
+        wanted = storage or {}
+        cotangents = [cotangent(o, seed + i, wanted.get(n)) for i, (n, o) in enumerate(sorted(floats.items()))]
+        torch.autograd.backward([o for _, o in sorted(floats.items())], cotangents)
+    gradients = {n: t.grad for n, t in leaves.items() if t.grad is not None}
+    return Run({n: o.detach().cpu() for n, o in outputs.items()}, {n: g.cpu() for n, g in gradients.items()})
+
+
+# Comparing ------------------------------------------------------------------------------------------------------------
+
+
+def assert_close(what: str, actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+    """Every element within `tolerance` times the largest expected magnitude; NaN and infinities at the same places.
+
+    An expectation without a finite value other than 0 is refused: such a comparison passes when nothing was computed.
+    """
+    __tracebackhide__ = True
+    actual, expected = actual.detach().cpu().double(), expected.detach().cpu().double()
+    assert actual.shape == expected.shape, f"{what}: shape {list(actual.shape)}, expected {list(expected.shape)}"
+    finite = expected.isfinite()
+    scale = expected[finite].abs().max().item() if finite.any() else 0.0
+    assert scale > 0, f"{what}: nothing but zeros is expected, which tests nothing; use assert_zero"
+    assert torch.equal(actual.isnan(), expected.isnan()), f"{what}: NaN at other places than expected"
+    infinite = expected.isinf()
+    assert torch.equal(actual[infinite], expected[infinite]), f"{what}: other infinities than expected"
+    error = torch.where(finite, actual - torch.where(finite, expected, 0.0), 0.0).abs()
+    worst = int(error.argmax())
+    assert error.max().item() <= tolerance * scale, (
+        f"{what}: {actual.flatten()[worst]:.9g} at element {worst}, expected {expected.flatten()[worst]:.9g}: "
+        f"{error.max().item() / scale:.2g} of the largest value, allowed {tolerance:.2g}"
+    )
+
+
+def assert_zero(what: str, actual: torch.Tensor) -> None:
+    """Every element is exactly 0."""
+    __tracebackhide__ = True
+    assert bool((actual == 0).all()), f"{what}: expected zeros, found {actual[actual != 0][:4].tolist()}"
+
+
+def assert_same(actual: Run, expected: Run, *, but: tuple[str, ...] = ()) -> None:
+    """Bit for bit the same outputs and gradients, NaN included; `but` names what is left out."""
+    __tracebackhide__ = True
+    for kind in ("outputs", "gradients"):
+        left, right = getattr(actual, kind), getattr(expected, kind)
+        assert left.keys() == right.keys()
+        for name in left.keys() - set(but):
+            assert same_bits(left[name], right[name]), f"{kind[:-1]} {name} differs in its bits"
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal shape, type and bits; all NaN count as equal, and so do -0 and +0."""
+    return a.dtype == b.dtype and torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+def by_expert(weights: torch.Tensor, indices: torch.Tensor, experts: int) -> torch.Tensor:
+    """[T, E]: the weight where an expert was picked, else 0; where picks are in another order, these agree."""
+    return torch.zeros(*weights.shape[:-1], experts, dtype=weights.dtype).scatter(-1, indices.long(), weights)
+
+
+# Ties -----------------------------------------------------------------------------------------------------------------
+
+_SCORES = {
+    "softmax": lambda x: torch.softmax(x, -1),
+    "sigmoid": torch.sigmoid,
+    "sqrtsoftplus": lambda x: torch.logaddexp(x, torch.zeros_like(x)).sqrt(),
+}
+
+
+def selection(
+    router: mo.Router,
+    logits: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    gate_bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """What experts are ranked by, [T, E], in float64, written independently of the compiler."""
+    x = logits.detach().cpu().double()
+    if gate_bias is not None:
+        x = x + gate_bias.detach().cpu().double()
+    if router.order == "score_then_topk":
+        score = _SCORES[router.score] if isinstance(router.score, str) else SOFTSIGN_ORACLE
+        x = score(x)
+    return x if bias is None else x + bias.detach().cpu().double()
+
+
+def near_cut(router: mo.Router, values: torch.Tensor, gap: float) -> torch.Tensor:
+    """[T] bool: rows where the last pick and the first expert left out, or the last group kept and the first one left
+    out, are less than `gap` apart. Which of them is taken is then a matter of rounding."""
+    close = torch.zeros(values.shape[0], dtype=torch.bool)
+    if router.groups is not None and router.groups_kept is not None:
+        grouped = values.unflatten(-1, (router.groups, -1))
+        best = _best(router.group_score)
+        score = grouped.topk(best, dim=-1).values.sum(-1)
+        close |= _gap_after(score, router.groups_kept) < gap
+        kept = score.topk(router.groups_kept, dim=-1).indices
+        outside = torch.ones_like(score, dtype=torch.bool).scatter(-1, kept, False)
+        values = grouped.masked_fill(outside.unsqueeze(-1), -INF).flatten(-2)
+    return close | (_gap_after(values, router.top_k) < gap)
+
+
+def _best(group_score: str | Call) -> int:
+    if isinstance(group_score, Call):
+        return group_score.arguments[0] if group_score.name == "sum_top" else 1
+    return 1 if group_score == "max" else int(group_score.removeprefix("sum_top"))
+
+
+def _gap_after(values: torch.Tensor, n: int) -> torch.Tensor:
+    ordered = values.sort(-1, descending=True).values
+    if n >= values.shape[-1]:
+        return torch.full(values.shape[:-1], INF, dtype=values.dtype)
+    return ordered[..., n - 1] - ordered[..., n]
+
+
+# A score that nobody ships: half of 1 + softsign. It is no chain of increasing ops, so picks are ranked on its value.
+
+
+def softsign_score(x: mo.ir.core.Value) -> mo.ir.core.Value:
+    size = mo.math.maximum(x, -x)
+    return (x / (size + 1.0) + 1.0) * 0.5
+
+
+def SOFTSIGN_ORACLE(x: torch.Tensor) -> torch.Tensor:
+    return (torch.nn.functional.softsign(x) + 1) / 2

@@ -1,0 +1,66 @@
+"""Every example runs, and its text says what its Python says."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from routing import EXAMPLES, example
+
+import moesaic as mo
+
+NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py"))
+
+
+def test_each_example_comes_as_text_and_as_python() -> None:
+    assert NAMES == sorted(path.stem for path in EXAMPLES.glob("*.moe"))
+    assert {"mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "llama4", "log_score"} <= set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_text_is_the_router_for_bf16_logits(name: str) -> None:
+    parsed = mo.parse((EXAMPLES / f"{name}.moe").read_text(encoding="utf-8"))
+    declared = example(name).router.module("bf16")
+    assert str(parsed) == str(declared)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_python_runs(name: str, tmp_path: Path) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "MOESAIC_BACKEND"}
+    done = subprocess.run(
+        [sys.executable, "-P", str(EXAMPLES / f"{name}.py")],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert 3 <= len(lines) <= 12, done.stdout
+    assert max(map(len, lines)) <= 120, done.stdout
+    assert "nan" not in done.stdout.lower(), done.stdout
+
+
+@pytest.mark.emulate
+@pytest.mark.parametrize("name", NAMES)
+def test_text_runs_as_generated_code(name: str) -> None:
+    """The text, compiled and emulated, picks what the Python declaration picks with torch's own arithmetic."""
+    import torch
+
+    router = example(name).router
+    random = torch.Generator().manual_seed(3)
+    logits = torch.randn(13, router.num_experts, generator=random).bfloat16()
+    inputs = {}
+    if router.selection_bias:
+        inputs["bias"] = 0.1 * torch.randn(router.num_experts, generator=random)
+    if router.gate_bias:
+        inputs["gate_bias"] = torch.randn(router.num_experts, generator=random)
+    module = mo.parse((EXAMPLES / f"{name}.moe").read_text(encoding="utf-8"))
+    with torch.no_grad():
+        got = mo.compile(module, backend="emulate")(logits, **inputs)
+        wanted = mo.compile(router, backend="reference")(logits, **inputs)
+    assert torch.equal(got.indices, wanted.indices)
+    assert torch.equal(got.counts, wanted.counts)
+    torch.testing.assert_close(got.weights, wanted.weights, rtol=1e-6, atol=0)
