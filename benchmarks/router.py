@@ -13,15 +13,17 @@ moesaic has to be importable (``pip install -e .``). Every result of ours is che
 float64 arithmetic before it is timed; one that is wrong is reported as WRONG and not timed, and the exit code is 1.
 
 Times are medians over replays of CUDA graphs that go round input sets (see ``timing.py``). Ours is timed before and
-after the peers of its row, and the two samples are one: ``+-`` is half of what the middle 80 % of it spans. torch.compile
-is compiled once a case with the number of tokens dynamic; after ``--compile-budget`` seconds spent on compiling, the
-cells of cases not compiled yet say ``skipped``. After ``--budget`` seconds nothing new is started.
+after the peers of its row, and the two samples are one: ``+-`` is half of what the middle 80 % of it spans. What the
+last replay wrote is compared with a plain call. torch.compile compiles a case once, with the number of tokens dynamic;
+after ``--compile-budget`` seconds spent on that, the cells of cases not compiled yet say ``skipped``. Nothing is
+started after ``--budget`` seconds.
 
 Columns: ``B/token`` fewest bytes of device memory a token; ``floor`` their time at the bandwidth of a copy kernel
 measured in this run; ``issue`` and ``shuffle`` estimates from below of the time for instructions and shuffles (formulas
 in ``router_bounds.py``); ``of floor`` floor over time of ours, ``of bound`` the same for the largest of floor, issue,
 shuffle and launches; ``x`` a peer's time over ours. ``data``: inputs and outputs of the rotation exceed the L2 cache
-(memory) or not (L2: the floor says little there). Times are microseconds.
+(memory) or not (L2: the floor says little there). Where the data of a single call fits, backward finds the logits in
+the cache, and ``of floor`` of fwd+bwd can exceed 100 %. Times are microseconds.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ from router_cases import (
     make_bias,
     make_inputs,
 )
-from timing import GraphTimer, Machine, Timing, commit, host_us, measure_machine, sets_for, summary
+from timing import GraphTimer, Machine, Timing, commit, driver_version, host_us, measure_machine, sets_for, summary
 
 from moesaic.codegen.kernel import GeneratedKernel
 from moesaic.codegen.resources import Resources
@@ -375,7 +377,7 @@ class Bench:
         except WrongResult as error:
             self.wrong += 1
             return f"WRONG: {error}"
-        except (MoesaicError, RuntimeError) as error:
+        except Exception as error:  # noqa: BLE001 - the other rows are worth having
             self.wrong += 1
             return f"ERROR: {_short(error)}"
         return ""
@@ -397,11 +399,13 @@ class Bench:
                 if name == "ours":
                     ours = timer
                     samples = timer.sample(self._args.ms)
+                    _require_equal(timer.results[0], call(0))
                 else:
                     row.cells[name] = timer.time(self._args.ms)
                 del timer
             except Exception as error:  # noqa: BLE001 - whatever fails in a peer, or in ours, becomes its cell
-                row.cells[name] = f"ERROR: {_short(error)}"
+                kind = "WRONG" if isinstance(error, WrongResult) else "ERROR"
+                row.cells[name] = f"{kind}: {_short(error)}"
                 if name == "ours":
                     self.wrong += 1
                     ours = None
@@ -426,15 +430,22 @@ class Bench:
         return True
 
 
+def _require_equal(replayed: object, plain: object) -> None:
+    assert isinstance(replayed, tuple) and isinstance(plain, tuple)
+    if not all(torch.equal(one, other) for one, other in zip(replayed, plain, strict=True)):
+        raise WrongResult("the replayed graph and a plain call give different results")
+
+
 def _short(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:200]
 
 
 def run_timing(args: argparse.Namespace, target: Target) -> int:
     """The table."""
-    for name in ("recompile_limit", "cache_size_limit", "accumulated_recompile_limit"):
-        if hasattr(torch._dynamo.config, name):
-            setattr(torch._dynamo.config, name, 1024)  # the cases share their code, which counts as recompiling
+    if "compile" in args.only:
+        for name in ("recompile_limit", "cache_size_limit", "accumulated_recompile_limit"):
+            if hasattr(torch._dynamo.config, name):
+                setattr(torch._dynamo.config, name, 1024)  # the cases share their code, which counts as recompiling
     machine = measure_machine()
     print_machine(machine)
     bench = Bench(args, machine, target)
@@ -507,7 +518,7 @@ def run_check(args: argparse.Namespace) -> int:
 
 def run_host(args: argparse.Namespace) -> int:
     """Host time of a call of ours next to ``x * 2``, at the smallest number of tokens."""
-    print_machine(Machine(name=torch.cuda.get_device_name(0), driver="-"))
+    print(f"{torch.cuda.get_device_name(0)}, driver {driver_version()}; torch {torch.__version__}, commit {commit()}")
     generator = torch.Generator(device="cuda").manual_seed(args.seed)
     tokens = min(args.tokens)
     print(f"median microseconds of host time of 1000 calls, T = {tokens}")
@@ -545,8 +556,9 @@ def run_resources(args: argparse.Namespace, target: Target) -> int:
     """What each kernel needs of the hardware, compiled here; fails if one uses local memory."""
     print(f"target {target}; SASS and SHFL: instructions and shuffles in the text of the kernel, loops counted once")
     print(
-        f"{'case':12}  {'dtype':5}  {'outputs':7}  {'kernel':8}  {'lanes':>5}  {'threads':>7}  {'select':6}  {'regs':>4}  "
-        f"{'spills':>6}  {'stack':>5}  {'shared':>6}  {'blocks/SM':>9}  {'warps':>5}  {'SASS':>5}  {'SHFL':>4}"
+        f"{'case':12}  {'dtype':5}  {'outputs':7}  {'kernel':8}  {'lanes':>5}  {'threads':>7}  {'select':6}  "
+        f"{'regs':>4}  {'spills':>6}  {'stack':>5}  {'shared':>6}  {'blocks/SM':>9}  {'warps':>5}  "
+        f"{'SASS':>5}  {'SHFL':>4}"
     )
     spilling = 0
     for variant in variants(args):

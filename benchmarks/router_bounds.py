@@ -11,8 +11,8 @@ The picks that a dense forward keeps for backward (4*K more, written) and inputs
 
 Instructions and shuffles come from the fused ops of the kernels as they are configured: L lanes share a token, a lane
 holds S slots of its row, 32/L tokens share a warp. What a lane executes for its token counts L/32 warp instructions a
-token. With n = ceil_pow2(K), d = log2(n), l = log2(L), R = ceil(S/n), and a key of one word (bf16 and fp16 logits ranked
-themselves) or two (float32 values)::
+token. With n = ceil_pow2(K), d = log2(n), l = log2(L), R = ceil(S/n), and a key of one word (bf16 and fp16 logits that
+are ranked themselves) or two (float32 values)::
 
                        instructions of a lane                                                shuffles of a lane
     top-k by merging   R * n*d*(d+1)/4 * c + (R-1+l) * (n*m + n/2*d*c), and the shuffles     l * n * words

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -41,7 +42,7 @@ class Case:
 
     def router(self, outputs: str, dtype: str) -> mo.Router:
         """The declaration."""
-        grouped = (
+        grouped: dict[str, Any] = (
             {"score": "sigmoid", "selection_bias": True, "groups": self.groups, "groups_kept": self.groups_kept}
             if self.groups
             else {}

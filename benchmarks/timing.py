@@ -88,6 +88,8 @@ class GraphTimer:
         torch.cuda.current_stream().wait_stream(self._stream)
         torch.cuda.synchronize()
         self._rounds = 1
+        self._kept: list[object] = []
+        self._graph: torch.cuda.CUDAGraph | None = None
         self._graph = self._capture()
         for _ in range(3):
             ms = self._replay_ms()
@@ -106,7 +108,7 @@ class GraphTimer:
         # What the graph made before goes first, or the two would need memory at once. The last results of each set
         # are kept during the capture: freed, their memory would serve the next call and stay in the cache.
         self._graph = None
-        self._kept: list[object] = [None] * self._sets
+        self._kept = [None] * self._sets
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=self._stream):
             for n in range(self.calls):
@@ -120,15 +122,19 @@ class GraphTimer:
         """What the call returned for each set; the memory holds what the last replay wrote."""
         return self._kept
 
+    def replay(self, seconds: float) -> None:
+        """Enqueues replays that take about that long, and does not wait for them."""
+        for _ in range(max(1, int(1e3 * seconds / self._replay_ms()))):
+            assert self._graph is not None
+            self._graph.replay()
+
     def _replay_ms(self) -> float:
         """The shorter of two replays."""
         return max(min(self._events(2)), 1e-3)
 
     def _events(self, replays: int) -> list[float]:
         assert self._graph is not None
-        pairs = [
-            (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(replays)
-        ]
+        pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(replays)]
         self._graph.replay()  # the host gets ahead of the GPU, so that its launches lie in no interval
         for start, end in pairs:
             start.record()
@@ -190,6 +196,7 @@ def measure_machine() -> Machine:
     """The card and its ceilings: copy bandwidth, the cost of a graph node, the clock while copying."""
     properties = torch.cuda.get_device_properties(0)
     bandwidth, clock_hz = _copy_bandwidth()
+    torch.cuda.empty_cache()
     return Machine(
         name=properties.name,
         sms=properties.multi_processor_count,
@@ -197,9 +204,14 @@ def measure_machine() -> Machine:
         bandwidth=bandwidth,
         l2_bytes=getattr(properties, "L2_cache_size", 0) or Machine.l2_bytes,
         node_us=_node_us(),
-        driver=_ask_nvidia_smi("driver_version") or "unknown",
+        driver=driver_version(),
         measured=True,
     )
+
+
+def driver_version() -> str:
+    """Of the NVIDIA driver."""
+    return _ask_nvidia_smi("driver_version") or "unknown"
 
 
 def _copy_bandwidth() -> tuple[float, float | None]:
@@ -210,15 +222,11 @@ def _copy_bandwidth() -> tuple[float, float | None]:
     timer = GraphTimer(lambda i: torch.mul(source, 1.5, out=target), least_ms=8.0)
     timing = timer.time(300.0)
     clock = _clock_under_load(timer)
-    del timer, source, target
-    torch.cuda.empty_cache()
     return 2 * 2**30 / (timing.us * 1e-6), clock
 
 
 def _clock_under_load(timer: GraphTimer, seconds: float = 1.0) -> float | None:
-    assert timer._graph is not None
-    for _ in range(max(1, int(1e3 * seconds / timer._replay_ms()))):
-        timer._graph.replay()
+    timer.replay(seconds)
     answer = _ask_nvidia_smi("clocks.sm")
     torch.cuda.synchronize()
     digits = (answer or "").split()
@@ -232,8 +240,7 @@ def _node_us() -> float:
 
 def _ask_nvidia_smi(what: str) -> str | None:
     """One value of the first GPU, or None where it cannot be had."""
-    command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader", "--id=0"]
-    return _output_of(command)
+    return _output_of(["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader", "--id=0"])
 
 
 def commit() -> str:

@@ -81,6 +81,9 @@ class _Emitter:
         self.taken: set[str] = set(_RESERVED)
         self.kept: set[Value] = set()  # values whose register array outlives the loop that fills it
         self.tables: dict[str, str] = {}
+        self.selections: dict[Op, tuple[str, str, str]] = {}  # rank type, keys and last pick of each top-k
+        self.parameter_of: dict[Value, str] = {}
+        self.results: list[tuple[Value, str]] = []
 
     # ------------------------------------------------------------------------------------------------- overall
 
@@ -145,10 +148,8 @@ class _Emitter:
         base = self.op.operands[index].name or value.name or ("in" if index < self.op.reads else "out")
         name = self._unique(f"{base}_ptr")
         if index < self.op.reads:
-            self.parameter_of = getattr(self, "parameter_of", {})
             self.parameter_of[value] = name
         else:
-            self.results = getattr(self, "results", [])
             self.results.append((value, name))
         return name
 
@@ -300,8 +301,11 @@ class _Emitter:
         picks = self._rows(self.layouts[op.indices])
         keys, picked, last = (self._unique(n) for n in ("keys", "picked", "last"))
         raw = isinstance(op.x, BlockArgument) and op.x.type.dtype in (DType.BF16, DType.F16)
-        rank = self._alias("Rank", f"moesaic::RankKey<{STORAGE[op.x.type.dtype] if raw else 'float'}>",
-                           "16-bit values rank with their column in one word" if raw else "")
+        rank = self._alias(
+            "Rank",
+            f"moesaic::Rank<{STORAGE[op.x.type.dtype] if raw else 'float'}>",
+            "16-bit values rank with their column in one word" if raw else "",
+        )
         allowed = f" && {self._name(op.allowed)}[i]" if op.allowed is not None else ""
         lines = [
             f"{rank}::Key {keys}[Experts::kSlots];",
@@ -310,13 +314,18 @@ class _Emitter:
             f"  const bool live = Experts::live(i, lane){allowed};",
             f"  {keys}[i] = live ? {rank}::make({self._read(op.x, 'i')}, Experts::column(i, lane)) : 0;",
             "}",
-            f"{rank}::Key {picked}[{picks}::kSlots], {last};",
+            f"{rank}::Pick {picked}[{picks}::kSlots], {last};",
         ]
         select = self.config["select"]
-        table = ""
+        if select == "merge" and not raw:
+            select = "collect"  # values that fill a word are merged alone and collected with their columns
+        tables = []
         if select == "sort":
-            table = f", {self._table('sorted', f'{rank}::Key', 'Experts::kSlots * kLanes')}"
-        lines.append(f"moesaic::top_k_{select}<Experts, {picks}>({keys}, lane, {picked}, {last}{table});")
+            tables.append(self._table("sorted", f"{rank}::Pick", "Experts::kSlots * kLanes"))
+        elif select == "collect":
+            tables += [self._table("staged", "unsigned", "kExperts"), self._table("reached", "moesaic::Wide", f"{picks}::kColumns")]
+        call = ", ".join([keys, "lane", picked, last, *tables])
+        lines.append(f"moesaic::top_k_{select}<{rank}, Experts, {picks}>({call});")
         fills = []
         if self._used(op.indices):
             lines.append(f"int {self._name(op.indices)}[{picks}::kSlots];")
@@ -328,19 +337,22 @@ class _Emitter:
             self.kept.add(op.values)
         if fills:
             lines += ["#pragma unroll", f"for (int p = 0; p < {picks}::kSlots; ++p) {{", *fills, "}"]
-        self.tables[f"keys of {id(op)}"] = f"{keys} {last}"
+        self.selections[op] = (rank, keys, last)
         return lines
 
     def _group_limit(self, op: Op) -> list[str]:
         assert isinstance(op, row.GroupLimit)
         name = self._name(op.allowed)
         self.kept.add(op.allowed)
-        staged = self._table("staged", "float", "kExperts")
-        kept = self._table("kept_groups", "unsigned char", str(op.groups))
         arguments = f"Experts, /*groups=*/{op.groups}, /*keep=*/{op.keep}, /*best=*/{op.best}"
+        tables = ""
+        form = self.config["groups"]
+        if form == "shared":
+            staged = self._table("staged", "unsigned", "kExperts")
+            tables = f", {staged}, {self._table('kept_groups', 'unsigned char', str(op.groups))}"
         return [
             f"bool {name}[Experts::kSlots];",
-            f"moesaic::group_limit<{arguments}>({self._array(op.x)}, {name}, {staged}, {kept}, lane);",
+            f"moesaic::group_limit_{form}<{arguments}>({self._array(op.x)}, {name}{tables}, lane);",
         ]
 
     def _gather(self, op: Op) -> list[str]:
@@ -354,7 +366,7 @@ class _Emitter:
             pointer = self.parameter_of[op.x]
             where = pointer if op.x.type.rank == 1 else f"{pointer} + token * {pointer}_stride"
             return [*lines, f"moesaic::gather<{picks}>({where}, {indices}, {name}, lane);"]
-        staged = self._table("staged", "float", "kExperts")
+        staged = self._table("gathered_from", "float", "kExperts")
         source = self._array(op.x)
         return [*lines, f"moesaic::gather_registers<Experts, {picks}>({source}, {indices}, {name}, {staged}, lane);"]
 
@@ -378,11 +390,13 @@ class _Emitter:
         lines = [f"bool {name}[Experts::kSlots];"]
         made_by = op.indices.op if isinstance(op.indices, OpResult) else None
         if isinstance(made_by, row.TopK):
-            keys, last = self.tables[f"keys of {id(made_by)}"].split()
+            rank, keys, last = self.selections[made_by]
             return [
                 *lines,
                 "#pragma unroll",
-                f"for (int i = 0; i < Experts::kSlots; ++i) {name}[i] = {keys}[i] >= {last};",
+                "for (int i = 0; i < Experts::kSlots; ++i) {",
+                f"  {name}[i] = {rank}::reaches({keys}[i], Experts::column(i, lane), {last});",
+                "}",
             ]
         picks = self._rows(self.layouts[op.indices])
         return [*lines, f"moesaic::membership<Experts, {picks}>({self._array(op.indices)}, {name}, lane);"]

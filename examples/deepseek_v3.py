@@ -1,7 +1,7 @@
 """DeepSeek-V3: sigmoid scores, a bias that only selects, eight groups of experts of which four may be picked from.
 
-The bias balances the load from outside: raise it for an expert with too few tokens. It never reaches the weights, and it
-gets no gradient. Run it with ``python examples/deepseek_v3.py``.
+The bias balances the load from outside: raise it for an expert with too few tokens. It never reaches the weights, and
+it gets no gradient. Run it with ``python examples/deepseek_v3.py``.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """GPT-OSS: a bias on the gate, the best four logits first, then a softmax over those four.
 
-Unlike a selection bias, the gate's bias is a learned part of the logits: it moves the weights and gets a gradient. Run it
-with ``python examples/gpt_oss.py``.
+Unlike a selection bias, the gate's bias is a learned part of the logits: it moves the weights and gets a gradient. Run
+it with ``python examples/gpt_oss.py``.
 """
 
 import torch

@@ -1,9 +1,9 @@
 """A score that no library ships: log1p(softplus(x)).
 
-Like softplus it is positive, smooth and never saturates on the left; but it grows only with the logarithm of the logit, so
-that one large logit cannot push the other picks' weights to zero. Nothing but the expression is needed: the compiler
-derives its gradient, sees that it is strictly increasing (and ranks on the logits), and fuses it with the selection. Run
-it with ``python examples/log_score.py``.
+Like softplus it is positive, smooth and never saturates on the left; but it grows only with the logarithm of the logit,
+so that one large logit cannot push the weights of the other picks to zero. Nothing but the expression is needed: the
+compiler derives its gradient, sees that it is strictly increasing (and ranks on the logits), and fuses it with the
+selection. Run it with ``python examples/log_score.py``.
 """
 
 import torch

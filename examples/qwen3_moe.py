@@ -1,7 +1,7 @@
 """Qwen3-MoE: softmax over 128 experts, the best eight, their weights divided by their sum.
 
-Without the division (the model's `norm_topk_prob`) a gradient reaches all 128 logits of a token, through the softmax. With
-it only the differences between the picks matter, and the other 120 get none. Run it with
+Without the division (the model's `norm_topk_prob`) a gradient reaches all 128 logits of a token, through the softmax.
+With it only the differences between the picks matter, and the other 120 get none. Run it with
 ``python examples/qwen3_moe.py``.
 """
 

@@ -151,7 +151,7 @@ DUMP_DIR = _declare_path(
 PRINT_IR = _declare_text("MOESAIC_PRINT_IR", "print the IR to stderr: after-all, after-change, or the name of a pass")
 VERIFY_EACH = _declare_flag("MOESAIC_VERIFY_EACH", True, "verify the IR after every pass")
 REPRODUCER_DIR = _declare_path(
-    "MOESAIC_REPRODUCER_DIR", "where a failing pass writes its reproducer", default_text="a temporary folder"
+    "MOESAIC_REPRODUCER_DIR", "where a failing pass writes its reproducer", default_text="reproducers in the disk cache"
 )
 LINEINFO = _declare_flag(
     "MOESAIC_LINEINFO", False, "compile with line information, for profilers and for SASS beside the source"

@@ -25,11 +25,18 @@ from moesaic.passes.sink_gathers import at_picks
 
 @dataclass(frozen=True)
 class ChooseSaved(Pass):
-    """Hands values from the forward kernel to the backward kernel instead of computing them twice."""
+    """Hands values from the forward kernel to the backward kernel instead of computing them twice.
+
+    Options:
+        kept: results of a forward function that was lowered before, from which this backward function must do; empty
+            if this pass is free to choose. A value has one name wherever the same function is lowered.
+    """
 
     name: ClassVar[str] = "choose-saved"
     requires: ClassVar[str | None] = "fused"
     establishes: ClassVar[str | None] = "fused"
+
+    kept: tuple[str, ...] = ()
 
     def run(self, module: Module, context: PassContext) -> bool:
         forward = module.entry
@@ -43,15 +50,18 @@ class ChooseSaved(Pass):
         sweep(consumer.region)
 
         known = {key: value for value, key in _keys(producer.region).items()}
-        shared: dict[Value, Value] = {
-            v: known[k] for v, k in _keys(consumer.region).items() if k in known and isinstance(v, OpResult)
-        }
+        names = {key: _name(forward, producer, value) for key, value in known.items()}
+        shared: dict[Value, Value] = {}
+        name_of: dict[Value, str] = {}
+        for value, key in _keys(consumer.region).items():
+            if isinstance(value, OpResult) and key in known and (not self.kept or names[key] in self.kept):
+                shared[value], name_of[value] = known[key], names[key]
         saved = _minimum_cut(consumer.region, shared)
         replaced: dict[Value, Value] = {}
         bytes_per_token = 0
         for value in saved:
-            source = shared[value]
-            name = _expose(forward, source)
+            name = name_of[value]
+            _expose(forward, shared[value], name)
             argument = backward.body.add_argument(value.type, name)
             consumer.operands.append(argument)
             replaced[value] = consumer.region.add_argument(value.type, name)
@@ -145,8 +155,26 @@ def _minimum_cut(region: Block, shared: dict[Value, Value]) -> list[Value]:
     return cut
 
 
-def _expose(forward: Function, value: Value) -> str:
-    """Makes a value of the forward kernel's region a result of the function; gives the result's name."""
+def _name(forward: Function, kernel: RowProgram, value: Value) -> str:
+    """What the forward function calls a value of its kernel when it hands it out: the same for every backward."""
+    assert kernel.region is not None
+    returned = kernel.region.terminator.operands
+    if value in returned:
+        result = kernel.results[returned.index(value)]
+        if result in forward.returned:
+            return forward.result_names[forward.returned.index(result)]
+    alike = [r for op in kernel.region.ops for r in op.results if r.name == value.name]
+    number = alike.index(value) if value in alike else 0
+    name = f"saved_{value.name or 'value'}" + (f"_{number}" if number else "")
+    while name in forward.result_names:  # somebody declared a result of this name
+        name += "_"
+    return name
+
+
+def _expose(forward: Function, value: Value, name: str) -> None:
+    """Makes a value of the forward kernel's region a result of the function, if it is none yet."""
+    if name in forward.result_names:
+        return
     kernel = _row_program(forward)
     assert kernel is not None and kernel.region is not None
     body = forward.body
@@ -164,14 +192,5 @@ def _expose(forward: Function, value: Value) -> str:
         body.ops[body.ops.index(kernel)] = wider
         wider.parent = body
         kernel = wider
-    result = kernel.results[terminator.operands.index(value)]
-    if result in forward.returned:
-        return forward.result_names[forward.returned.index(result)]
-    name = base = f"saved_{value.name or len(forward.result_names)}"
-    number = 1
-    while name in forward.result_names:
-        name = f"{base}_{number}"
-        number += 1
-    body.terminator.operands.append(result)
+    body.terminator.operands.append(kernel.results[terminator.operands.index(value)])
     forward.result_names.append(name)
-    return name

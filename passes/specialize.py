@@ -73,9 +73,11 @@ class Specialize(Pass):
         for inner in op.region.ops:
             if isinstance(inner, row.TopK):
                 select["select"] = self.select or _selection(inner, chunks * vec // lanes, lanes)
+            elif isinstance(inner, row.GroupLimit):
+                select["groups"] = "lanes" if _groups_in_lanes(inner, experts, vec, lanes) else "shared"
         columns = [o for o in op.region.ops if isinstance(o, col.Count | col.Sum)]
         threads = self.threads or (256 if columns else 128)
-        per_token = _shared_bytes_per_token(op.region, experts, chunks * vec, select.get("select", ""))
+        per_token = _shared_bytes_per_token(op.region, experts, chunks * vec, select)
         fixed = sum(4 * experts for o in columns if isinstance(o, col.Count))
         per_warp = 4 * experts if any(isinstance(o, col.Sum) for o in columns) else 0
         while threads > 32 and fixed + per_warp * threads // 32 + per_token * threads // lanes > _SHARED_LIMIT:
@@ -113,24 +115,36 @@ def _selection(op: row.TopK, slots: int, lanes: int) -> str:
     listed = _power_of_two(picks)
     depth = listed.bit_length() - 1
     steps = lanes.bit_length() - 1
-    wide = 1 if isinstance(op.x, BlockArgument) and op.x.type.dtype in (DType.BF16, DType.F16) else 3
+    packed = isinstance(op.x, BlockArgument) and op.x.type.dtype in (DType.BF16, DType.F16)
     runs = -(-slots // listed)
     sort = runs * listed * depth * (depth + 1) // 2
     keep = listed * (1 + depth)
-    merge = wide * (sort + (runs - 1 + steps) * keep + steps * listed * 2)
-    rounds = wide * picks * (2 * slots + 4 * steps)
+    merge = sort + (runs - 1 + steps) * keep + steps * listed * 2 + (0 if packed else 4 * slots + 60)
+    rounds = picks * ((2 if packed else 6) * slots + (4 if packed else 10) * steps)
     return "merge" if listed <= 16 and merge <= rounds else "rounds"
 
 
-def _shared_bytes_per_token(region: Block, experts: int, padded: int, select: str) -> int:
+def _groups_in_lanes(op: row.GroupLimit, experts: int, vec: int, lanes: int) -> bool:
+    """Whether neighbouring lanes hold a group in whole chunks, so that scoring needs no shared memory."""
+    size = experts // op.groups
+    span = size // vec
+    whole = size % vec == 0 and span > 0 and span & (span - 1) == 0 and lanes % span == 0
+    return whole and experts % (vec * lanes) == 0 and op.best in (1, 2, 4) and op.best <= size and op.groups <= 32
+
+
+def _shared_bytes_per_token(region: Block, experts: int, padded: int, choices: dict[str, str]) -> int:
+    """Static shared memory of the tables that code generation declares, a token."""
     total = 0
+    staged = False
+    for op in region.ops:
+        if isinstance(op, row.TopK):
+            total += {"sort": 8 * padded, "merge": 8 * op.k}.get(choices["select"], 0)
+            staged |= choices["select"] == "merge"
+        elif isinstance(op, row.GroupLimit) and choices["groups"] == "shared":
+            total += op.groups
+            staged = True
     if any(isinstance(o, row.Scatter) for o in region.ops):
         total += 4 * experts
-    if any(isinstance(o, row.GroupLimit) for o in region.ops) or any(
-        isinstance(o, row.Gather) and not isinstance(o.x, BlockArgument) for o in region.ops
-    ):
+    if any(isinstance(o, row.Gather) and not isinstance(o.x, BlockArgument) for o in region.ops):
         total += 4 * experts
-    total += max((o.groups for o in region.ops if isinstance(o, row.GroupLimit)), default=0)
-    if select == "sort":
-        total += 8 * padded
-    return total
+    return total + (4 * experts if staged else 0)

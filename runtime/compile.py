@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import pickle
 from collections import namedtuple
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd import forward_ad
 
 import moesaic.runtime.torch_ops  # noqa: F401  (registers the operators)
 from moesaic.codegen.kernel import GeneratedKernel
@@ -16,7 +18,7 @@ from moesaic.codegen.target import Target
 from moesaic.ir import environment
 from moesaic.ir.core import Module
 from moesaic.ir.declare import Router
-from moesaic.ir.errors import InputError, InputTypeError, suggestion
+from moesaic.ir.errors import InputError, InputTypeError, UnsupportedError, suggestion
 from moesaic.ir.types import Affine, DType, TensorType
 from moesaic.runtime.execute import RUNNERS, compiled_kernel
 from moesaic.runtime.program import Executable, Program, program_by_key, program_of
@@ -134,9 +136,13 @@ class CompiledLayer:
 
     def _dtypes(self) -> list[DType]:
         declared = self._declared_dtype
-        return [declared] if declared not in (None, DType.F64) else [DType.BF16, DType.F16, DType.F32, DType.F64]
+        if declared in (None, DType.F64):
+            return [DType.BF16, DType.F16, DType.F32, DType.F64]
+        return [declared, DType.F64]  # float64 is for the reference, whatever was declared
 
     def __reduce__(self) -> tuple[Any, ...]:
+        if isinstance(self._declared, Router):
+            _check_can_pickle(self._declared)
         declared = self._declared if isinstance(self._declared, Router) else str(self._declared)
         return _restore, (declared, None if self._target is None else self._target.name, self._asked)
 
@@ -170,15 +176,18 @@ class CompiledLayer:
         signature = signature_of(handle)
         backend = resolve_backend(self._asked, logits.device.type, logits.dtype)
         tensors = _bind(signature, logits, inputs)
-        training = signature.has_backward and torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        recorded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        training = recorded and signature.has_backward
+        if not torch.compiler.is_compiling():
+            self._ran = backend
         if backend == "reference":
-            outputs = evaluate(signature.program.function, dict(zip([n for n, _ in signature.inputs], tensors)))
+            outputs = _evaluate(handle, tensors)
         elif torch.compiler.is_compiling():
             outputs = torch.ops.moesaic.forward(handle, backend, training, tensors)
         else:
-            self._ran = backend
             self._last = logits.dtype
-            if training or _must_dispatch(tensors):
+            _refuse_transforms(tensors)
+            if recorded or _must_dispatch(tensors):
                 outputs = torch.ops.moesaic.forward(handle, backend, training, tensors)
             else:
                 # Nothing to record and nobody watching: the same runner without the dispatcher's cost.
@@ -225,13 +234,10 @@ class CompiledLayer:
             torch.autograd.backward(floats, [torch.zeros_like(r) for r in floats])
 
     def _other_dtype(self, dtype: torch.dtype) -> str:
-        """The handle for logits of a dtype that was not declared: float64 runs on the reference; others are refused."""
+        """Raises for logits of a dtype that was not declared."""
         declared = self._declared_dtype
         if not dtype.is_floating_point or dtype not in _DTYPES:
             raise InputError(f"logits must be bf16, fp16 or fp32, found {str(dtype).removeprefix('torch.')}")
-        if dtype == torch.float64:
-            self._handles[dtype] = _program_for(self._declared, DType.F64).key
-            return self._handles[dtype]
         found = _DTYPES[dtype].public_name
         assert declared is not None
         raise InputError(
@@ -365,11 +371,55 @@ def _program_for(declared: Router | Module, dtype: DType) -> Program:
     return _router_program(declared, dtype) if isinstance(declared, Router) else program_of(declared)
 
 
+@torch._dynamo.allow_in_graph
+def _evaluate(handle: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The reference. torch.compile does not look inside; the torch functions it calls become the graph."""
+    function = program_by_key(handle).function
+    return evaluate(function, {a.name: t for a, t in zip(function.arguments, tensors, strict=True)})
+
+
+def _check_can_pickle(router: Router) -> None:
+    """Raises, with what to do, if the router's score is a function that pickle cannot find by its name."""
+    if isinstance(router.score, str):
+        return
+    try:
+        pickle.dumps(router.score)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        name = getattr(router.score, "__qualname__", repr(router.score))
+        raise InputError(
+            f"this layer cannot be pickled, because its score {name} is a lambda or a function made inside another "
+            "one, which pickle cannot store; define the score with def at the top of a module"
+        ) from error
+
+
+def _refuse_transforms(tensors: Sequence[torch.Tensor]) -> None:
+    """Raises under transforms that would pass our gradients by, some of them without a word."""
+    interpreter = torch._C._functorch.peek_interpreter_stack()
+    if interpreter is not None:
+        kind = interpreter.key()
+        if kind == torch._C._functorch.TransformType.Grad:
+            raise UnsupportedError(
+                "torch.func.grad, vjp and jacrev over a compiled layer are not available; use torch.autograd.grad or "
+                "backward(), or backend='reference'"
+            )
+        if kind == torch._C._functorch.TransformType.Jvp:
+            raise UnsupportedError(_NO_FORWARD_MODE)
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise UnsupportedError(_NO_FORWARD_MODE)
+
+
+_NO_FORWARD_MODE = (
+    "forward-mode derivatives of a compiled layer are not available; use reverse mode (torch.autograd.grad or "
+    "backward()), or backend='reference'"
+)
+
+
 def _must_dispatch(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether a mode or a transform of torch has to see the call (fake tensors, vmap, a profiler of operators)."""
+    """Whether torch has to see the call: a mode or a transform (fake tensors, vmap, a profiler of operators), or a
+    tensor whose memory does not hold its values (a lazy negation)."""
     if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
         return True
-    return any(type(t) is not torch.Tensor and type(t) is not torch.nn.Parameter for t in tensors)
+    return any((type(t) is not torch.Tensor and type(t) is not torch.nn.Parameter) or t.is_neg() for t in tensors)
 
 
 def _bind(signature: Signature, logits: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
@@ -395,7 +445,11 @@ def _bind(signature: Signature, logits: torch.Tensor, inputs: Mapping[str, torch
 
 def _dense_rows(tensor: torch.Tensor) -> torch.Tensor:
     """Elements of a row must be next to each other; rows may be anywhere."""
-    return tensor if tensor.dim() == 0 or tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
+    if tensor.dim() == 0 or tensor.stride(-1) == 1 or tensor.shape[-1] == 1:
+        return tensor
+    if tensor.layout is not torch.strided:
+        raise InputError(f"inputs must be dense tensors, found layout {tensor.layout}; call to_dense() on it")
+    return tensor.contiguous()
 
 
 def _checked(name: str, declared: TensorType, given: object, rows: torch.Tensor) -> torch.Tensor:

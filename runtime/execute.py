@@ -30,12 +30,16 @@ Grid = tuple[int, int, int]
 
 
 def alignments(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """Bytes that the address and the row stride of each tensor are both aligned to, at most 16."""
+    """Bytes that the address and the row stride of each tensor are both aligned to, at most 16.
+
+    Also at most what contiguous rows would be aligned to: an expanded cotangent (rows 0 bytes apart) then needs no
+    kernel of its own, which a graph capture could not compile.
+    """
     found = []
     for tensor in tensors:
         bits = tensor.data_ptr() | 16
         if tensor.dim() == 2:
-            bits |= tensor.stride(0) * tensor.element_size()
+            bits |= (tensor.stride(0) | tensor.shape[1]) * tensor.element_size()
         found.append(bits & -bits)
     return tuple(found)
 

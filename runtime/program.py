@@ -65,13 +65,21 @@ class Program:
         return tuple(n for n, t in zip(f.result_names, f.result_types, strict=True) if t.dtype.is_float)
 
     def lower(self, kind: str, cotangents: tuple[str, ...] = ()) -> Lowered:
-        """The planned module: ``forward`` alone, or ``training`` with the backward of the given cotangents."""
+        """The planned module: ``forward`` alone, or ``training`` with the backward of the given cotangents.
+
+        The training forward that runs is the one lowered for all cotangents. A backward for some of them gets along
+        with what that one keeps.
+        """
+        if cotangents == self.float_results:
+            cotangents = ()
         key = f"{kind} {','.join(cotangents)}"
         with self._lock:
             if key not in self._lowered:
                 pipeline = FORWARD if kind == "forward" else DEFAULT
-                if cotangents and cotangents != self.float_results:
+                if cotangents:
+                    kept = self.lower(kind).module.entry.result_names
                     pipeline = pipeline.replace("differentiate", f"differentiate{{cotangents={','.join(cotangents)}}}")
+                    pipeline = pipeline.replace("choose-saved", f"choose-saved{{kept={','.join(kept)}}}")
                 pipeline = pipeline.removesuffix(",specialize")
                 module = self.module.clone()
                 history = History()

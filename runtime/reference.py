@@ -64,7 +64,7 @@ class TorchArrays:
     @staticmethod
     def constant(value: float, like: torch.Tensor) -> torch.Tensor:
         dtype = like.dtype if like.dtype.is_floating_point else torch.float32
-        return torch.tensor(value, dtype=dtype, device=like.device)
+        return torch.full((), value, dtype=dtype, device=like.device)  # unlike torch.tensor, no copy from the host
 
     @staticmethod
     def zeros(shape: Sequence[int], dtype: DType, like: torch.Tensor) -> torch.Tensor:
@@ -113,7 +113,9 @@ class TorchArrays:
 
     @staticmethod
     def count(indices: torch.Tensor, size: int) -> torch.Tensor:
-        return torch.bincount(indices.reshape(-1).long(), minlength=size)
+        # Not bincount: its size depends on data, which stops a GPU's queue and cannot be traced.
+        picks = indices.reshape(-1).long()
+        return torch.zeros(size, dtype=torch.int64, device=indices.device).index_add(0, picks, torch.ones_like(picks))
 
 
 def evaluate(function: Function, inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
@@ -125,7 +127,7 @@ def evaluate(function: Function, inputs: Mapping[str, torch.Tensor]) -> list[tor
     def read(value: Value) -> torch.Tensor:
         if isinstance(value, Constant):
             wide = any(v.dtype == torch.float64 for v in values.values())
-            return torch.tensor(value.value, dtype=torch.float64 if wide else torch.float32, device=like.device)
+            return torch.full((), value.value, dtype=torch.float64 if wide else torch.float32, device=like.device)
         return values[value]
 
     for op in function.body.ops[:-1]:

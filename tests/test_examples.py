@@ -14,7 +14,7 @@ NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py"))
 
 
 def test_each_example_comes_as_text_and_as_python() -> None:
-    assert NAMES == sorted(path.stem for path in EXAMPLES.glob("*.moe"))
+    assert sorted(path.stem for path in EXAMPLES.glob("*.moe")) == NAMES
     assert {"mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "llama4", "log_score"} <= set(NAMES)
 
 

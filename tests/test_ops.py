@@ -17,8 +17,8 @@ torch = pytest.importorskip("torch")
 reference = pytest.importorskip("moesaic.runtime.reference")
 
 F64 = torch.float64
-VALUE = dict(rtol=1e-13, atol=0.0, equal_nan=True)
-GRADIENT = dict(rtol=1e-11, atol=1e-13, equal_nan=True)
+VALUE = {"rtol": 1e-13, "atol": 0.0, "equal_nan": True}
+GRADIENT = {"rtol": 1e-11, "atol": 1e-13, "equal_nan": True}
 
 INF, NAN = math.inf, math.nan
 SPECIAL = [0.0, -0.0, INF, -INF, NAN, 5e-324, -5e-324, 1e-310, 1e-160, -1e-8, 0.5, -0.5, 1.0, -1.0, 3.0, -3.0]
@@ -86,11 +86,8 @@ def check_gradient(op, oracle, *operands, **attributes):
     for i, g in zip(wanted, theirs):
         if g is None:
             continue
-        assert g.abs().nan_to_num().max() > 0 or op in ALLOWED_ZERO, "the test would pass on zeros"
+        assert g.abs().max() > 0, "the test would pass on zeros"
         torch.testing.assert_close(ours[i], g, **GRADIENT)
-
-
-ALLOWED_ZERO = set()
 
 
 # Elementwise ops: an oracle in plain torch, and where to compare gradients ---------------------------------------------
@@ -101,7 +98,8 @@ def softplus(x):
 
 
 def safe_div(a, b):
-    return torch.where(b == 0, torch.zeros_like(b), a / torch.where(b == 0, torch.ones_like(b), b))
+    zero = b.abs() < 2.0**-126
+    return torch.where(zero, torch.zeros_like(b), a / torch.where(zero, torch.ones_like(b), b))
 
 
 def gelu_tanh(x):
@@ -182,7 +180,9 @@ def test_the_rule_and_the_reference_agree_everywhere(op):
     dy = uniform(y.shape, 0.5, 2.0)
     [theirs] = torch.autograd.grad(y, x, dy)
     _, ours = gradients(op, x.detach(), cotangents={"y0": dy}, **ATTRIBUTES.get(op, {}))
-    regular = torch.isfinite(x.detach()) & torch.isfinite(y.detach()) & (x.detach().abs() < 1e100)
+    size = x.detach().abs()
+    # Between the float32 denormals and 0 a square root is a divisor that counts as zero; float32 never gets there.
+    regular = torch.isfinite(y.detach()) & (size < 1e100) & ((size == 0) | (size >= 2.0**-126))
     assert regular.sum() > 8
     torch.testing.assert_close(ours[0][regular], theirs[regular], rtol=1e-9, atol=1e-300, equal_nan=True)
 
@@ -209,7 +209,7 @@ def test_binary_values(op):
         ((7,), (5, 7)),
         ((5, 1), (5, 7)),
         ((5, 7), 1.75),
-        (-0.6, (5, 7)),
+        (0.9, (5, 7)),
     ],
 )
 def test_binary_gradients(op, left, right):
@@ -252,15 +252,17 @@ def test_derivatives_at_corners(op, attributes, x, dy):
 
 
 def test_division_by_a_zero_that_underflowed():
-    a, b = tensor([3.0, -2.0, 0.0, NAN]), tensor([0.0, -0.0, 0.0, 0.0])
-    assert run("math.safe_div", a, b).tolist() == [0.0] * 4
+    tiny = 2.0**-127
+    a, b = tensor([3.0, -2.0, 0.0, NAN, 1.0, -1.0]), tensor([0.0, -0.0, 0.0, 0.0, tiny, -tiny])
+    assert run("math.safe_div", a, b).tolist() == [0.0] * 6
     _, ours = gradients("math.safe_div", a, b)
-    assert ours[0].tolist() == [0.0] * 4 and ours[1].tolist() == [0.0] * 4
+    assert ours[0].tolist() == [0.0] * 6 and ours[1].tolist() == [0.0] * 6
+    assert run("math.safe_div", tensor([1.0]), tensor([2.0**-126])).tolist() == [2.0**126]
 
 
 def test_a_divisor_is_not_squared():
-    b = tensor([1e-200, 1e200])
-    for op in ("math.div", "math.safe_div"):
+    for op, least in (("math.div", 1e-200), ("math.safe_div", 1e-37)):
+        b = tensor([least, 1e200])
         _, ours = gradients(op, b * 3.0, b, cotangents={"y0": b})
         torch.testing.assert_close(ours[1], tensor([-3.0, -3.0]), **GRADIENT)
 
@@ -382,7 +384,7 @@ def test_normalize(eps, least):
     def oracle(x):
         total = x.sum(1, keepdim=True) + eps
         total = torch.where(total < least, torch.full_like(total, least), total)
-        return torch.where(total == 0, torch.zeros_like(x), x / torch.where(total == 0, torch.ones_like(total), total))
+        return safe_div(x, total.expand_as(x))
 
     attributes = {"eps": eps, "min": least}
     x = uniform((5, 7), 0.1, 1.0)
@@ -390,7 +392,7 @@ def test_normalize(eps, least):
     x[2] *= 0.1
     torch.testing.assert_close(run("row.normalize", x, **attributes), oracle(x), **VALUE)
     check_gradient("row.normalize", oracle, x, **attributes)
-    x = tensor([[0.0, 0.0], [-0.0, 0.0], [5e-324, 0.0], [NAN, 1.0], [INF, 1.0], [1.0, 3.0]])
+    x = tensor([[0.0, 0.0], [-0.0, 0.0], [1e-40, 0.0], [NAN, 1.0], [INF, 1.0], [1.0, 3.0]])
     torch.testing.assert_close(run("row.normalize", x, **attributes), oracle(x), **VALUE)
     assert run("row.normalize", x, **attributes)[:2].tolist() == [[0.0, 0.0]] * 2
 
@@ -406,9 +408,9 @@ def test_normalize_at_its_limit():
 
 
 def test_normalize_of_a_tiny_sum():
-    """A sum of 1e-200 is divided by twice, never by its square."""
-    x = tensor([[1e-200, 3e-200]])
-    _, ours = gradients("row.normalize", x, cotangents={"y0": tensor([[1e-200, 0.0]])})
+    """A sum near the smallest float32 is divided by twice, never by its square (which would be 0 there)."""
+    x = tensor([[1e-37, 3e-37]])
+    _, ours = gradients("row.normalize", x, cotangents={"y0": tensor([[1e-37, 0.0]])})
     torch.testing.assert_close(ours[0], tensor([[0.1875, -0.0625]]), **GRADIENT)
 
 
@@ -437,10 +439,11 @@ def test_topk_of_many_ties():
     for k in (1, 4, 13):
         _, indices = run("row.topk", rows, k=k)
         assert indices.tolist() == [order_of(r)[:k] for r in rows.tolist()]
-        values, indices = run("row.topk", rows, allowed, k=k)
-        wanted = [order_of(r, a)[:k] for r, a in zip(rows.tolist(), allowed.tolist())]
-        assert indices.tolist() == wanted
-        assert all(len(set(row)) == k for row in indices.tolist())
+        _, indices = run("row.topk", rows, allowed, k=k)
+        for row, may, found in zip(rows.tolist(), allowed.tolist(), indices.tolist(), strict=True):
+            n = min(k, sum(may))  # with fewer allowed than k the rest is only promised to be distinct
+            assert found[:n] == order_of(row, may)[:n]
+            assert len(set(found)) == k and set(found) <= set(range(13))
 
 
 def test_topk_gradient():
@@ -472,8 +475,10 @@ def limited(row, groups, keep, best):
 
 @pytest.mark.parametrize(
     ("experts", "groups", "keep", "best"),
-    [(12, 4, 2, 2), (12, 4, 1, 3), (12, 4, 3, 1), (12, 4, 2, 0), (12, 12, 5, 1), (12, 12, 5, 0), (12, 1, 1, 12)]
-    + [(12, 2, 1, 5), (7, 7, 3, 1), (7, 1, 1, 4), (15, 5, 4, 2), (10, 5, 2, 2)],
+    [
+        *((12, 4, 2, 2), (12, 4, 1, 3), (12, 4, 3, 1), (12, 4, 2, 0), (12, 12, 5, 1), (12, 12, 5, 0)),
+        *((12, 1, 1, 12), (12, 2, 1, 5), (7, 7, 3, 1), (7, 1, 1, 4), (15, 5, 4, 2), (10, 5, 2, 2)),
+    ],
 )
 def test_group_limit(experts, groups, keep, best):
     generator = torch.Generator().manual_seed(experts + groups)

@@ -44,7 +44,7 @@ def test_dtype_names(text, dtype):
 
 def test_every_dtype_has_a_size_and_reads_back():
     sizes = {d.value: d.bytes for d in DType}
-    assert sizes == dict(bf16=2, f16=2, f32=4, f64=8, i1=1, u8=1, i16=2, i32=4, i64=8)
+    assert sizes == {"bf16": 2, "f16": 2, "f32": 4, "f64": 8, "i1": 1, "u8": 1, "i16": 2, "i32": 4, "i64": 8}
     assert all(DType.parse(d.value) is d and DType.parse(d.public_name) is d for d in DType)
     assert {d.value for d in DType if d.is_float} == {"bf16", "f16", "f32", "f64"}
 

@@ -244,6 +244,26 @@ class Exp(Unary):
         return [_only(cotangents) * self.y]
 
 
+class ExpDifference(Elementwise):
+    """y = e^(x - shift), for x <= shift: cheap, since an error that grows with shift - x matters less as y shrinks.
+
+    The error relative to 1 is at most 2^-23; results below 2^-126 become 0.
+    """
+
+    name = "math.exp_difference"
+    cuda = "moesaic::exp_difference({0}, {1})"
+    x = operand("any shape")
+    shift = operand("broadcasts against x; an upper limit of it")
+    y = result("broadcast shape, f32")
+
+    def formula(self, xp: ArrayNamespace, *operands: Array) -> Array:
+        return xp.exp(operands[0] - operands[1])
+
+    def gradient(self, *cotangents: Value | None) -> Sequence[Value | None]:
+        dx = _only(cotangents) * self.y
+        return [dx, -dx]
+
+
 class Log(Unary):
     """y = ln(x)."""
 
@@ -436,6 +456,12 @@ class Broadcast(Elementwise):
     x = operand("broadcasts to the other's shape")
     like = operand("gives the shape; its values are not used")
     y = result("shape of `like`, f32")
+
+    def infer(self) -> Sequence[TensorType]:
+        [type] = super().infer()
+        if type.shape != self.like.type.shape:
+            self.fail(f"{self.x.type} cannot be repeated to the shape of {self.like.type}")
+        return [type]
 
     def cuda_expression(self, *operands: str) -> str:
         return operands[0]

@@ -102,7 +102,7 @@ class Softmax(RowOp):
         # A row of only -inf would give -inf - -inf = NaN; shifting it by 0 gives exp(-inf) = 0.
         none = create_one("math.equal", largest, float("-inf"))
         shift = named("shift", create_one("math.select", none, 0.0, largest))
-        e = named("exponentials", create_one("math.exp", self.x - shift))
+        e = named("exponentials", create_one("math.exp_difference", self.x, shift))
         return create_one("math.safe_div", e, named("total", create_one("row.sum", e)))
 
     def gradient(self, *cotangents: Value | None) -> Sequence[Value | None]:
@@ -138,7 +138,7 @@ class LogSumExp(RowOp):
         largest = named("largest", create_one("row.max", self.x))
         none = create_one("math.equal", largest, float("-inf"))
         shift = named("shift", create_one("math.select", none, 0.0, largest))
-        total = create_one("row.sum", create_one("math.exp", self.x - shift))
+        total = create_one("row.sum", create_one("math.exp_difference", self.x, shift))
         return shift + create_one("math.log", total)
 
     def gradient(self, *cotangents: Value | None) -> Sequence[Value | None]:

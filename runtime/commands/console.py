@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
@@ -33,24 +34,49 @@ def width() -> int:
     return min(_WIDEST, shutil.get_terminal_size((100, 24)).columns)
 
 
+def page() -> int | None:
+    """Columns of the terminal, however wide; ``None`` where stdout is none and lines may be of any length."""
+    return max(80, shutil.get_terminal_size((100, 24)).columns) if sys.stdout.isatty() else None
+
+
 def heading(title: str, note: str = "") -> str:
     """A line that starts a section: ``── title ── note ───``."""
-    note = f"  {note}" if note else ""
+    room = width() - len(title) - 10
+    note = f"  {textwrap.shorten(note, room, placeholder=' ...')}" if note else ""
     rule = "─" * max(3, width() - len(title) - len(note) - 4)
     return f"{styled('──', 'dim')} {styled(title, 'bold', 'cyan')}{styled(note, 'dim')} {styled(rule, 'dim')}"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]], *, right: Collection[int] = ()) -> str:
-    """Aligned columns under a header; those in `right` are aligned at their right end. Ends without a newline."""
-    lines = [list(header), *([str(cell) for cell in row] for row in rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    """Aligned columns under a header (none if it is empty); those in `right` are aligned at their right end.
+
+    Ends without a newline.
+    """
+    lines = [*([list(header)] if header else []), *([str(cell) for cell in row] for row in rows)]
+    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
 
     def laid_out(line: Sequence[str]) -> str:
         cells = (c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
         return "  ".join(cells).rstrip()
 
-    first, *rest = map(laid_out, lines)
-    return "\n".join([styled(first, "bold"), *rest])
+    laid = [laid_out(line) for line in lines]
+    return "\n".join([styled(laid[0], "bold"), *laid[1:]] if header else laid)
+
+
+def described_table(header: Sequence[str], rows: Sequence[Sequence[str]], columns: int | None = None) -> str:
+    """A table whose last column is text, which goes on below itself where the page ends; no header if it is empty."""
+    columns = columns or width()
+    *leading, _ = [max(map(len, cells)) for cells in zip(*([header] if header else []), *rows, strict=True)]
+    room = max(20, columns - sum(w + 2 for w in leading))
+    lines: list[Sequence[str]] = []
+    for row in rows:
+        pieces = [
+            piece
+            for line in row[-1].splitlines() or [""]
+            for piece in textwrap.wrap(line, room, break_long_words=False, break_on_hyphens=False) or [""]
+        ]
+        lines += [(*(row[:-1] if i == 0 else [""] * len(leading)), piece) for i, piece in enumerate(pieces)]
+    return table(header, lines)
 
 
 def print_json(value: Any) -> None:

@@ -55,7 +55,9 @@ def mismatches(source: Source, messages: Iterable[Message]) -> list[Message]:
         if match is not None:
             match.met = True
         elif message.kind != "remark":
-            wrong.append(Message("error", f"unexpected {message.kind}: {message.text}", message.location, message.where))
+            wrong.append(
+                Message("error", f"unexpected {message.kind}: {message.text}", message.location, message.where)
+            )
     for e in expected:
         if not e.met:
             wrong.append(Message("error", f'expected {e.kind} "{e.text}" was not produced', e.location))

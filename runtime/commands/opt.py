@@ -34,7 +34,9 @@ def add(verbs: Verbs) -> None:
         help="passes in order, 'a,b{option=value}', or a named pipeline: default, forward (see 'moesaic passes')",
     )
     parser.add_argument("-o", "--output", metavar="FILE", help="write the result here instead of to stdout")
-    parser.add_argument("--split-input-file", action="store_true", help="treat parts between '// -----' lines one by one")
+    parser.add_argument(
+        "--split-input-file", action="store_true", help="treat parts between '// -----' lines one by one"
+    )
     parser.add_argument(
         "--verify-diagnostics",
         action="store_true",

@@ -71,9 +71,7 @@ def instruments(arguments: argparse.Namespace, passes: Sequence[Pass], part: str
     if environment.VERIFY_EACH.get() if arguments.verify_each is None else arguments.verify_each:
         made.append(VerifyEach())
     if after or before or after_all or after_change:
-        made.append(
-            PrintIR(sys.stderr, after=after, before=before, after_all=after_all, after_change=after_change)
-        )
+        made.append(PrintIR(sys.stderr, after=after, before=before, after_all=after_all, after_change=after_change))
     if arguments.print_ir_diff:
         made.append(DiffIR(cast(TextIO, _ColoredDifference(sys.stderr))))
     if arguments.print_ir_tree_dir is not None:

@@ -42,7 +42,9 @@ def show(found: Iterable[Message]) -> None:
     """Prints messages to stderr, coloured on a terminal."""
     for message in found:
         if message.kind != "error" and message.location is None:
-            console.say(f"{message.text}", kind=message.kind)
+            mark = console.styled(f"{message.kind}:", "bold", _COLORS[message.kind], stream=sys.stderr)
+            place = console.styled(f"{message.where}:", "bold", stream=sys.stderr) + " " if message.where else ""
+            print(f"{place}{mark} {message.text}", file=sys.stderr)
             continue
         lines = message.render().splitlines()
         mark = f"{message.kind}: "

@@ -123,25 +123,25 @@ def beside(left: str, right: str, columns: int) -> Iterator[str]:
             yield from _row(a or "", b or "", half, mark, style)
 
 
-def op_beside_code(source: str, columns: int) -> Iterator[str]:
-    """A kernel's CUDA on the right, and on the left the IR op that each line comes from."""
+def op_beside_code(source: str, columns: int | None) -> Iterator[str]:
+    """A kernel's CUDA on the right, from its signature on, and on the left the IR op that each line comes from."""
+    lines = source.splitlines()
+    start = next((i for i, line in enumerate(lines) if line.startswith('extern "C"')), 0)
     rows: list[tuple[str, str]] = []
-    for line in source.splitlines():
-        match = _OP_COMMENT.match(line)
-        rows.append((match["op"], match["code"]) if match else ("", line))
-    # An op on a line of its own belongs to the code below it.
-    joined: list[tuple[str, str]] = []
     pending = ""
-    for op, code in rows:
-        if op and not code.strip():
+    for line in lines[start:]:
+        match = _OP_COMMENT.match(line)
+        op, code = (match["op"], match["code"]) if match else ("", line)
+        if op and not code.strip():  # an op on a line of its own belongs to the code below it
             pending = op
             continue
         if not op and pending and code.strip():
             op, pending = pending, ""
-        joined.append((op, code))
-    left = min(max((len(op) for op, _ in joined), default=0), columns * 2 // 5)
-    for op, code in joined:
-        yield from _row(op, code, left, "│", ("cyan",), columns - left - 3)
+        rows.append((op, code))
+    longest = max((len(op) for op, _ in rows), default=0)
+    left = min(longest, columns * 2 // 5) if columns else longest
+    for op, code in rows:
+        yield from _row(op, code, left, "│", ("cyan",), columns - left - 3 if columns else len(code))
 
 
 def _row(a: str, b: str, left: int, mark: str, style: tuple[str, ...], right: int | None = None) -> Iterator[str]:

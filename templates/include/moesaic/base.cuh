@@ -161,6 +161,18 @@ __device__ __forceinline__ float safe_divide(float a, float b) {
 __device__ __forceinline__ float square_root(float x) { return sqrtf(x); }
 __device__ __forceinline__ float exp(float x) { return expf(x); }
 
+// e^(x - shift) for x <= shift. PTX ISA, "Floating Point Instructions: ex2"; .ftz takes subnormals for zero.
+__device__ __forceinline__ float exp_difference(float x, float shift) {
+  const float exponent = (x - shift) * 1.4426950408889634f;
+#ifdef MOESAIC_EMULATE
+  return exp2f(exponent);
+#else
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(exponent));
+  return y;
+#endif
+}
+
 // e^-|x| neither overflows nor loses the tail of a negative x, and the divisor lies in [1, 2].
 __device__ __forceinline__ float sigmoid(float x) {
   const float e = expf(-fabsf(x));

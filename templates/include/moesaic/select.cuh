@@ -1,7 +1,7 @@
 // Top-k of a row: the k first in the order (value descending, column ascending), NaN below -inf, -0 equal to +0.
 //
-// A value and its column are packed into one integer key whose order is that order. Keys of a row are distinct, so
-// selection needs no tie rules, and an expert is among the picks exactly if its key is at least the last pick's.
+// Values become integers in that order. A 16-bit value and its column fit one word: such keys are distinct, so nothing
+// below needs a rule for ties. A 32-bit value fills a word by itself; its column joins it once few candidates are left.
 // Key 0 stands for "cannot be picked"; every real key is larger.
 #pragma once
 
@@ -9,62 +9,78 @@
 
 namespace moesaic {
 
-// Bits of a float such that a larger value has the larger unsigned number; NaN gives 0, below -inf.
+using Wide = unsigned long long;
+
+// Bits of a float such that a larger value has the larger unsigned number. NaN gives 1: below -inf, above 0.
 __device__ __forceinline__ unsigned ordered_bits(float x) {
   unsigned bits = __float_as_uint(x + 0.0f);                      // -0 + 0 is +0: the two are one value
   bits ^= static_cast<unsigned>(static_cast<int>(bits) >> 31) | 0x80000000u;
-  return x != x ? 0u : bits;
+  return x != x ? 1u : bits;
 }
 __device__ __forceinline__ float from_ordered_bits(unsigned ordered) {
-  if (ordered == 0) return not_a_number();
+  if (ordered <= 1) return not_a_number();
   return __uint_as_float(ordered & 0x80000000u ? ordered ^ 0x80000000u : ~ordered);
 }
 
-// The key of a value that has as many bits of information as the storage type T: 32-bit keys where T has 16 bits.
+// How values of a storage type are ranked. Key: what a slot of a row is ranked by. Pick: key and column of a pick.
 template <typename T>
-struct RankKey;
+struct Rank;
 
 template <>
-struct RankKey<float> {
-  using Key = unsigned long long;
-  static __device__ __forceinline__ Key make(float value, int column) {
-    return static_cast<Key>(ordered_bits(value)) << 32 | static_cast<unsigned>(~column);
+struct Rank<float> {
+  using Key = unsigned;
+  using Pick = Wide;
+  static __device__ __forceinline__ Key make(float value, int) { return ordered_bits(value); }
+  static __device__ __forceinline__ Pick pick(Key key, int column) {
+    return key == 0 ? 0 : static_cast<Wide>(key) << 32 | static_cast<unsigned>(~column);
   }
-  static __device__ __forceinline__ float value(Key key) { return from_ordered_bits(static_cast<unsigned>(key >> 32)); }
-  static __device__ __forceinline__ int column(Key key) { return static_cast<int>(~static_cast<unsigned>(key)); }
+  static __device__ __forceinline__ float value(Pick pick) {
+    return from_ordered_bits(static_cast<unsigned>(pick >> 32));
+  }
+  static __device__ __forceinline__ int column(Pick pick) { return static_cast<int>(~static_cast<unsigned>(pick)); }
+  // Whether a slot comes no later than the last pick.
+  static __device__ __forceinline__ bool reaches(Key key, int column, Pick last) {
+    const unsigned bound = static_cast<unsigned>(last >> 32);
+    return key > bound || (key == bound && column <= Rank::column(last));
+  }
+};
+
+// One word for both: the value above, the inverted column below.
+template <typename T>
+struct PackedRank {
+  using Key = unsigned;
+  using Pick = unsigned;
+  static __device__ __forceinline__ Pick pick(Key key, int) { return key; }
+  static __device__ __forceinline__ int column(Pick pick) { return 0xffff - static_cast<int>(pick & 0xffffu); }
+  static __device__ __forceinline__ bool reaches(Key key, int, Pick last) { return key >= last; }
 };
 
 template <>
-struct RankKey<__nv_bfloat16> {
-  using Key = unsigned;
+struct Rank<__nv_bfloat16> : PackedRank<__nv_bfloat16> {
   static __device__ __forceinline__ Key make(float value, int column) {
-    // A bf16 is the upper half of the float; the lower half of a negative one becomes ones, which are masked off.
+    // A bf16 is the upper half of a float; of NaN's 1 and of what inverting leaves below, nothing stays.
     return (ordered_bits(value) & 0xffff0000u) | static_cast<unsigned>(0xffff - column);
   }
-  static __device__ __forceinline__ float value(Key key) {
-    const unsigned ordered = key & 0xffff0000u;
+  static __device__ __forceinline__ float value(Pick pick) {
+    const unsigned ordered = pick & 0xffff0000u;
     if (ordered == 0) return not_a_number();
     return __uint_as_float(ordered & 0x80000000u ? ordered ^ 0x80000000u : ~ordered & 0xffff0000u);
   }
-  static __device__ __forceinline__ int column(Key key) { return 0xffff - static_cast<int>(key & 0xffffu); }
 };
 
 template <>
-struct RankKey<__half> {
-  using Key = unsigned;
+struct Rank<__half> : PackedRank<__half> {
   static __device__ __forceinline__ Key make(float value, int column) {
-    unsigned bits = __half_as_ushort(__float2half_rn(value));     // exact: the value came from a half
-    if (value == 0.0f) bits = 0;
+    unsigned bits = __half_as_ushort(__float2half_rn(value + 0.0f));  // exact: the value came from a half
     bits = bits & 0x8000u ? ~bits & 0xffffu : bits | 0x8000u;
     return (value != value ? 0u : bits << 16) | static_cast<unsigned>(0xffff - column);
   }
-  static __device__ __forceinline__ float value(Key key) {
-    const unsigned ordered = key >> 16;
+  static __device__ __forceinline__ float value(Pick pick) {
+    const unsigned ordered = pick >> 16;
     if (ordered == 0) return not_a_number();
     const unsigned bits = ordered & 0x8000u ? ordered ^ 0x8000u : ~ordered & 0xffffu;
     return __half2float(__ushort_as_half(static_cast<unsigned short>(bits)));
   }
-  static __device__ __forceinline__ int column(Key key) { return 0xffff - static_cast<int>(key & 0xffffu); }
 };
 
 // ------------------------------------------------------------------------------------------------ sorting networks
@@ -88,21 +104,17 @@ __device__ __forceinline__ void merge_bitonic(Key (&keys)[N]) {
   }
 }
 
+// Batcher's odd-even merge sort: fewer exchanges than the bitonic sort.
 template <int N, typename Key>
 __device__ __forceinline__ void sort_descending(Key (&keys)[N]) {
 #pragma unroll
-  for (int size = 2; size <= N; size *= 2) {
-    // Comparing i with its mirror image in the run makes each half bitonic without a second direction.
+  for (int run = 1; run < N; run *= 2) {
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
-      const int mirror = i ^ (size - 1);
-      if (i < mirror) order_descending(keys[i], keys[mirror]);
-    }
+    for (int stride = run; stride > 0; stride /= 2) {
 #pragma unroll
-    for (int stride = size / 4; stride > 0; stride /= 2) {
-#pragma unroll
-      for (int i = 0; i < N; ++i) {
-        if ((i & stride) == 0) order_descending(keys[i], keys[i + stride]);
+      for (int i = 0; i < N - stride; ++i) {
+        const bool starts = stride == run ? (i & run) == 0 : (i % (2 * stride)) >= stride;
+        if (starts && i / (2 * run) == (i + stride) / (2 * run)) order_descending(keys[i], keys[i + stride]);
       }
     }
   }
@@ -119,16 +131,38 @@ __device__ __forceinline__ void keep_largest(Key (&best)[N], const Key (&other)[
   merge_bitonic(best);
 }
 
+// Sorts what Row spreads over lanes, column 0 the largest; columns past the end hold 0.
+template <class R, typename Key>
+__device__ __forceinline__ void sort_over_lanes(Key (&keys)[R::kSlots], int lane) {
+  constexpr int kLength = next_power_of_two(R::kColumns);
+#pragma unroll
+  for (int size = 2; size <= kLength; size *= 2) {
+#pragma unroll
+    for (int stride = size / 2; stride > 0; stride /= 2) {
+      // The first step of a size compares mirror images, the others neighbours at the stride.
+      const int flip = stride == size / 2 ? size - 1 : stride;
+      Key other[R::kSlots];
+#pragma unroll
+      for (int s = 0; s < R::kSlots; ++s) {
+        other[s] = __shfl_xor_sync(kAllLanes, keys[s ^ (flip / R::kLanes)], flip % R::kLanes);
+      }
+#pragma unroll
+      for (int s = 0; s < R::kSlots; ++s) {
+        const int here = R::column(s, lane);
+        const bool keeps_larger = here < (here ^ flip);
+        if ((other[s] > keys[s]) == keeps_larger) keys[s] = other[s];
+      }
+    }
+  }
+}
+
 // ------------------------------------------------------------------------------------------------------- selection
 //
-// One contract: `picked` gets the key of each of a lane's picks (0 in dead slots), `last` the key of the last pick.
+// One contract: `picked` gets each of a lane's picks (0 in dead slots), `last` the last pick of the row.
 
-// By merging sorted lists: every lane sorts its own keys, keeps the best, and lanes merge pairwise.
-template <class Experts, class Picks, typename Key>
-__device__ __forceinline__ void top_k_merge(const Key (&keys)[Experts::kSlots], int lane, Key (&picked)[Picks::kSlots],
-                                            Key& last) {
-  constexpr int kList = next_power_of_two(Picks::kColumns);
-  Key best[kList];
+// The best of a row in descending order, in every lane: each lane sorts its own, keeps the best, and lanes merge.
+template <class Experts, int kList, typename Key>
+__device__ __forceinline__ void merge_best(const Key (&keys)[Experts::kSlots], Key (&best)[kList]) {
 #pragma unroll
   for (int first = 0; first < Experts::kSlots; first += kList) {
     Key run[kList];
@@ -149,6 +183,38 @@ __device__ __forceinline__ void top_k_merge(const Key (&keys)[Experts::kSlots], 
     for (int i = 0; i < kList; ++i) other[i] = __shfl_xor_sync(kAllLanes, best[i], distance);
     keep_largest(best, other);
   }
+}
+
+// By rounds of maxima, each over the picks after the one before; nothing is marked or moved.
+template <class R, class Experts, class Picks>
+__device__ __forceinline__ void top_k_rounds(const typename R::Key (&keys)[Experts::kSlots], int lane,
+                                             typename R::Pick (&picked)[Picks::kSlots], typename R::Pick& last) {
+  using Pick = typename R::Pick;
+  last = ~Pick(0);
+#pragma unroll
+  for (int p = 0; p < Picks::kSlots; ++p) {
+    picked[p] = 0;
+#pragma unroll 1
+    for (int source = 0; source < Picks::kLanes; ++source) {
+      if (Picks::column(p, source) >= Picks::kColumns) break;
+      Pick best = 0;
+#pragma unroll
+      for (int i = 0; i < Experts::kSlots; ++i) {
+        const Pick candidate = R::pick(keys[i], Experts::column(i, lane));
+        if (candidate < last && candidate > best) best = candidate;
+      }
+      last = lanes_max_key<Experts::kLanes>(best);
+      if (source == lane) picked[p] = last;
+    }
+  }
+}
+
+// By merging sorted lists of packed keys.
+template <class R, class Experts, class Picks>
+__device__ __forceinline__ void top_k_merge(const typename R::Key (&keys)[Experts::kSlots], int lane,
+                                            typename R::Pick (&picked)[Picks::kSlots], typename R::Pick& last) {
+  unsigned best[next_power_of_two(Picks::kColumns)];
+  merge_best<Experts>(keys, best);
   last = best[Picks::kColumns - 1];
 #pragma unroll
   for (int p = 0; p < Picks::kSlots; ++p) {
@@ -161,36 +227,71 @@ __device__ __forceinline__ void top_k_merge(const Key (&keys)[Experts::kSlots], 
   }
 }
 
-// By rounds of maxima, each over the keys below the one before; nothing is marked or moved.
-template <class Experts, class Picks, typename Key>
-__device__ __forceinline__ void top_k_rounds(const Key (&keys)[Experts::kSlots], int lane, Key (&picked)[Picks::kSlots],
-                                             Key& last) {
-  last = ~Key(0);
+// By merging sorted lists of bare values, which finds the k-th largest value; the elements that reach it are collected
+// with their columns and sorted. If more than k reach it (a tie at the end), rounds decide.
+// `shared_row` holds a row of keys and `shared_picks` kColumns picks, both the token's own.
+template <class R, class Experts, class Picks>
+__device__ __forceinline__ void top_k_collect(const unsigned (&keys)[Experts::kSlots], int lane,
+                                              Wide (&picked)[Picks::kSlots], Wide& last, unsigned* shared_row,
+                                              Wide* shared_picks) {
+  static_assert(Experts::kSlots <= 32, "one bit a slot");
+  unsigned best[next_power_of_two(Picks::kColumns)];
+  merge_best<Experts>(keys, best);
+  const unsigned bound = best[Picks::kColumns - 1];
+
+  unsigned reaching = 0;
 #pragma unroll
-  for (int p = 0; p < Picks::kSlots; ++p) {
-    picked[p] = 0;
-#pragma unroll 1
-    for (int source = 0; source < Picks::kLanes; ++source) {
-      if (Picks::column(p, source) >= Picks::kColumns) break;
-      Key best = 0;
+  for (int i = 0; i < Experts::kSlots; ++i) reaching |= (keys[i] >= bound ? 1u : 0u) << i;
+  int before = __popc(reaching);                                   // becomes how many lower lanes have
+  const int own = before;
 #pragma unroll
-      for (int i = 0; i < Experts::kSlots; ++i) {
-        if (keys[i] < last && keys[i] > best) best = keys[i];
-      }
-      last = lanes_max_key<Experts::kLanes>(best);
-      if (source == lane) picked[p] = last;
+  for (int distance = 1; distance < Experts::kLanes; distance *= 2) {
+    const int other = __shfl_up_sync(kAllLanes, before, distance, Experts::kLanes);
+    if (lane >= distance) before += other;
+  }
+  const int total = __shfl_sync(kAllLanes, before, Experts::kLanes - 1, Experts::kLanes);
+  if (__any_sync(kAllLanes, total > Picks::kColumns)) {
+    top_k_rounds<R, Experts, Picks>(keys, lane, picked, last);
+    return;
+  }
+  before -= own;
+  // A register cannot be indexed by a number known only now; a lane reads back only what it wrote itself.
+#pragma unroll
+  for (int c = 0; c < Experts::kChunks; ++c) {
+#pragma unroll
+    for (int j = 0; j < Experts::kVec; ++j) {
+      const int slot = c * Experts::kVec + j;
+      if (Experts::live(slot, lane)) shared_row[Experts::column(slot, lane)] = keys[slot];
     }
   }
+  __syncwarp();  // the picks of the token before have been read
+  for (unsigned left = reaching; left != 0; left &= left - 1) {
+    const int column = Experts::column(__ffs(static_cast<int>(left)) - 1, lane);
+    shared_picks[before++] = R::pick(shared_row[column], column);
+  }
+  __syncwarp();
+#pragma unroll
+  for (int p = 0; p < Picks::kSlots; ++p) {
+    picked[p] = Picks::live(p, lane) ? shared_picks[Picks::column(p, lane)] : 0;
+  }
+  sort_over_lanes<Picks>(picked, lane);
+  constexpr int kEnd = Picks::kColumns - 1;
+  last = __shfl_sync(kAllLanes, picked[kEnd / Picks::kLanes], kEnd % Picks::kLanes, Picks::kLanes);
 }
 
-// By sorting the whole row in shared memory, for many picks. `shared_row` holds a power of two of keys, >= kColumns.
-template <class Experts, class Picks, typename Key>
-__device__ __forceinline__ void top_k_sort(const Key (&keys)[Experts::kSlots], int lane, Key (&picked)[Picks::kSlots],
-                                           Key& last, Key* shared_row) {
+// By sorting the whole row in shared memory, for many picks. `shared_row` holds all slots of all lanes.
+template <class R, class Experts, class Picks>
+__device__ __forceinline__ void top_k_sort(const typename R::Key (&keys)[Experts::kSlots], int lane,
+                                           typename R::Pick (&picked)[Picks::kSlots], typename R::Pick& last,
+                                           typename R::Pick* shared_row) {
+  using Pick = typename R::Pick;
   constexpr int kLength = Experts::kSlots * Experts::kLanes;
   __syncwarp();
 #pragma unroll
-  for (int i = 0; i < Experts::kSlots; ++i) shared_row[Experts::column(i, lane)] = keys[i];
+  for (int i = 0; i < Experts::kSlots; ++i) {
+    const int column = Experts::column(i, lane);
+    shared_row[column] = R::pick(keys[i], column);
+  }
   __syncwarp();
 #pragma unroll 1
   for (int size = 2; size <= kLength; size *= 2) {
@@ -198,10 +299,9 @@ __device__ __forceinline__ void top_k_sort(const Key (&keys)[Experts::kSlots], i
     for (int stride = size / 2; stride > 0; stride /= 2) {
       for (int pair = lane; pair < kLength / 2; pair += Experts::kLanes) {
         const int low = (pair / stride) * 2 * stride + pair % stride;
-        // The first step of each size compares mirror images, the others neighbours at the stride.
         const int high = stride == size / 2 ? (low ^ (size - 1)) : low + stride;
-        const Key a = shared_row[low];
-        const Key b = shared_row[high];
+        const Pick a = shared_row[low];
+        const Pick b = shared_row[high];
         shared_row[low] = a > b ? a : b;
         shared_row[high] = a > b ? b : a;
       }
@@ -210,76 +310,131 @@ __device__ __forceinline__ void top_k_sort(const Key (&keys)[Experts::kSlots], i
   }
 #pragma unroll
   for (int p = 0; p < Picks::kSlots; ++p) {
-    picked[p] = Picks::live(p, lane) ? shared_row[Picks::column(p, lane)] : Key(0);
+    picked[p] = Picks::live(p, lane) ? shared_row[Picks::column(p, lane)] : Pick(0);
   }
   last = shared_row[Picks::kColumns - 1];
 }
 
 // ---------------------------------------------------------------------------------------------------------- groups
 
+// Sum of the kBest best values of a sorted list of ordered bits, from the best down.
+template <int kBest, int N>
+__device__ __forceinline__ float sum_of_best(const unsigned (&best)[N]) {
+  float score = from_ordered_bits(best[0]);
+#pragma unroll
+  for (int r = 1; r < kBest; ++r) score += from_ordered_bits(best[r]);
+  return score;
+}
+
 // Which of a lane's experts lie in the kKeep best of kGroups groups; a group scores the sum of its kBest best values.
-// `shared_row` holds kColumns floats, `shared_kept` kGroups flags, both the token's own.
+//
+// For groups that neighbouring lanes hold whole chunks of: kBest is 1, 2 or 4, a group is kSpan chunks, and kSpan lanes
+// divide the token's lanes. Every lane learns all scores and counts which are better than its own.
 template <class Experts, int kGroups, int kKeep, int kBest>
-__device__ __forceinline__ void group_limit(const float (&x)[Experts::kSlots], bool (&allowed)[Experts::kSlots],
-                                            float* shared_row, unsigned char* shared_kept, int lane) {
+__device__ __forceinline__ void group_limit_lanes(const float (&x)[Experts::kSlots], bool (&allowed)[Experts::kSlots],
+                                                  int lane) {
+  constexpr int kVec = Experts::kVec;
+  constexpr int kSpan = Experts::kColumns / kGroups / kVec;        // lanes that share a group
+  constexpr int kBeside = Experts::kLanes / kSpan;                 // groups side by side in one chunk of all lanes
+  static_assert(kSpan * kVec * kGroups == Experts::kColumns && kSpan * kBeside == Experts::kLanes, "whole chunks");
+  static_assert(kBeside * Experts::kChunks == kGroups, "no dead chunk");
+
+  unsigned scores[kGroups];
+#pragma unroll
+  for (int c = 0; c < Experts::kChunks; ++c) {
+    unsigned best[kBest] = {};
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) {
+      unsigned key = ordered_bits(x[c * kVec + j]);
+#pragma unroll
+      for (int r = 0; r < kBest; ++r) order_descending(best[r], key);
+    }
+#pragma unroll
+    for (int distance = 1; distance < kSpan; distance *= 2) {
+      unsigned other[kBest];
+#pragma unroll
+      for (int r = 0; r < kBest; ++r) other[r] = __shfl_xor_sync(kAllLanes, best[r], distance);
+      keep_largest(best, other);
+    }
+    const unsigned own = ordered_bits(sum_of_best<kBest>(best));
+#pragma unroll
+    for (int b = 0; b < kBeside; ++b) {
+      scores[c * kBeside + b] = kBeside == 1 ? own : __shfl_sync(kAllLanes, own, b * kSpan, Experts::kLanes);
+    }
+  }
+
+#pragma unroll
+  for (int c = 0; c < Experts::kChunks; ++c) {
+    const int group = c * kBeside + lane / kSpan;
+    unsigned own = scores[c * kBeside];
+#pragma unroll
+    for (int b = 1; b < kBeside; ++b) own = lane / kSpan == b ? scores[c * kBeside + b] : own;
+    int better = 0;
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) better += scores[g] > own || (scores[g] == own && g < group) ? 1 : 0;
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) allowed[c * kVec + j] = better < kKeep;
+  }
+}
+
+// The same for any groups, through a row of shared memory: a lane scores whole groups.
+// `shared_row` holds kColumns words, `shared_kept` kGroups flags, both the token's own.
+template <class Experts, int kGroups, int kKeep, int kBest>
+__device__ __forceinline__ void group_limit_shared(const float (&x)[Experts::kSlots], bool (&allowed)[Experts::kSlots],
+                                                   unsigned* shared_row, unsigned char* shared_kept, int lane) {
   using Groups = Row<kGroups, Experts::kLanes, 1>;
-  using Rank = RankKey<float>;
-  using Key = Rank::Key;
   constexpr int kSize = Experts::kColumns / kGroups;
   __syncwarp();
 #pragma unroll
   for (int i = 0; i < Experts::kSlots; ++i) {
-    if (Experts::live(i, lane)) shared_row[Experts::column(i, lane)] = x[i];
+    if (Experts::live(i, lane)) shared_row[Experts::column(i, lane)] = ordered_bits(x[i]);
   }
   __syncwarp();
 
-  Key group_keys[Groups::kSlots];
+  Wide scores[Groups::kSlots];
 #pragma unroll
   for (int s = 0; s < Groups::kSlots; ++s) {
     const int group = Groups::column(s, lane);
-    group_keys[s] = 0;
+    scores[s] = 0;
     if (!Groups::live(s, lane)) continue;
-    const float* members = shared_row + group * kSize;
+    const unsigned* members = shared_row + group * kSize;
     float score = 0.0f;
     if constexpr (kBest <= 8) {
-      Key best[kBest] = {};
+      unsigned best[kBest] = {};
       for (int j = 0; j < kSize; ++j) {
-        const int member = (j + lane) % kSize;                      // lanes start apart: fewer bank conflicts
-        Key key = Rank::make(members[member], member);
+        unsigned key = members[(j + lane) % kSize];                 // lanes start apart: fewer bank conflicts
 #pragma unroll
         for (int r = 0; r < kBest; ++r) order_descending(best[r], key);
       }
-      score = Rank::value(best[0]);
-#pragma unroll
-      for (int r = 1; r < kBest; ++r) score += Rank::value(best[r]);
+      score = sum_of_best<kBest>(best);
     } else {
-      Key bound = ~Key(0);
+      Wide bound = ~Wide(0);
       for (int r = 0; r < kBest; ++r) {
-        Key next = 0;
+        Wide next = 0;
         for (int j = 0; j < kSize; ++j) {
-          const Key key = Rank::make(members[j], j);
+          const Wide key = Rank<float>::pick(members[j], j);
           if (key < bound && key > next) next = key;
         }
         bound = next;
-        score = r == 0 ? Rank::value(next) : score + Rank::value(next);
+        score = r == 0 ? Rank<float>::value(next) : score + Rank<float>::value(next);
       }
     }
-    group_keys[s] = Rank::make(score, group);
+    scores[s] = Rank<float>::pick(ordered_bits(score), group);
   }
 
-  Key last = ~Key(0);
+  Wide last = ~Wide(0);
 #pragma unroll 1
   for (int round = 0; round < kKeep; ++round) {
-    Key best = 0;
+    Wide best = 0;
 #pragma unroll
     for (int s = 0; s < Groups::kSlots; ++s) {
-      if (group_keys[s] < last && group_keys[s] > best) best = group_keys[s];
+      if (scores[s] < last && scores[s] > best) best = scores[s];
     }
     last = lanes_max_key<Experts::kLanes>(best);
   }
 #pragma unroll
   for (int s = 0; s < Groups::kSlots; ++s) {
-    if (Groups::live(s, lane)) shared_kept[Groups::column(s, lane)] = group_keys[s] >= last;
+    if (Groups::live(s, lane)) shared_kept[Groups::column(s, lane)] = scores[s] >= last;
   }
   __syncwarp();
 #pragma unroll

@@ -1,0 +1,111 @@
+"""From a module to kernels and their resources, without torch or a driver."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from moesaic.ir.core import Module
+from moesaic.ir.errors import InputError, UsageError
+from moesaic.passes.instruments import History
+from moesaic.passes.manager import Instrument, Pass, PassContext, PassManager, parse_pipeline, pipeline_text
+from moesaic.passes.specialize import Specialize
+from moesaic.runtime.commands import console, reproducer
+
+if TYPE_CHECKING:
+    from moesaic.codegen.kernel import GeneratedKernel
+    from moesaic.codegen.nvrtc import CompiledKernel
+    from moesaic.codegen.target import Target
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A module at the end of its pipeline, how it got there, and its kernels in order."""
+
+    module: Module
+    stages: Mapping[str, str]
+    context: PassContext
+    kernels: tuple[GeneratedKernel, ...]
+    target: Target
+
+
+def passes_for(pipeline: str, target: Target) -> list[Pass]:
+    """The passes of a pipeline, specialised for `target` where it does not name another.
+
+    Raises:
+        UsageError: the pipeline is not well formed, or does not end where code generation starts.
+    """
+    passes = parse_pipeline(pipeline)
+    if not any(isinstance(p, Specialize) for p in passes):
+        raise UsageError(
+            f"the pipeline {pipeline_text(passes)!r} makes no kernels: it has to end in specialize; "
+            "use default, forward, or leave it out"
+        )
+    plain = Specialize().target
+    return [dataclasses.replace(p, target=target.name) if _is_plain(p, plain) else p for p in passes]
+
+
+def _is_plain(p: Pass, target: str) -> bool:
+    return isinstance(p, Specialize) and p.target == target
+
+
+def lower(module: Module, target: Target, passes: Sequence[Pass], instruments: Sequence[Instrument] = ()) -> Lowered:
+    """Runs the passes over `module`, in place, and generates the kernels.
+
+    Raises:
+        InputError, UnsupportedError: this module cannot be compiled; says why.
+    """
+    from moesaic.codegen.generate import generate_kernels
+
+    history, context = History(), PassContext()
+    with reproducer.kept(module, pipeline_text(passes)):
+        PassManager(passes, [history, *instruments]).run(module, context)
+        kernels = tuple(k for f in module.functions for k in generate_kernels(f))
+    if not kernels:
+        raise InputError(f"@{module.entry.name} needs no kernel: it computes nothing")
+    return Lowered(module, history.stages, context, kernels, target)
+
+
+def compiled(kernel: GeneratedKernel, target: Target) -> CompiledKernel:
+    """A kernel compiled by NVRTC, with the options that the runtime gives."""
+    from moesaic.codegen import nvrtc
+
+    with console.progress(f"compiling {kernel.symbol} for {target}"):
+        return nvrtc.compile_source(kernel.source, name=kernel.symbol, target=target, extra_options=("--fmad=false",))
+
+
+RESOURCE_HEADER = ("kernel", "target", "regs", "spills", "stack", "shared", "threads", "blocks/SM", "cubin", "ms")
+RESOURCE_RIGHT = range(2, len(RESOURCE_HEADER))
+
+
+def resource_record(kernel: GeneratedKernel, made: CompiledKernel) -> dict[str, Any]:
+    """What a compiled kernel uses, for JSON and for a row of the table."""
+    used = made.resources
+    blocks = made.target.occupancy(used.registers, used.static_shared_bytes, kernel.threads)
+    return {
+        "kernel": kernel.symbol,
+        "target": made.target.name,
+        **dataclasses.asdict(used),
+        "threads": kernel.threads,
+        "blocks_per_sm": blocks,
+        "cubin_bytes": len(made.cubin),
+        "compile_ms": round(1e3 * made.seconds, 1),
+    }
+
+
+def resource_row(record: Mapping[str, Any]) -> list[object]:
+    """A row under `RESOURCE_HEADER`; spills are bytes stored and loaded per thread, shared memory is per block."""
+    return [
+        record["kernel"],
+        record["target"],
+        record["registers"],
+        record["spill_store_bytes"] + record["spill_load_bytes"],
+        record["stack_bytes"],
+        record["static_shared_bytes"],
+        record["threads"],
+        record["blocks_per_sm"],
+        record["cubin_bytes"],
+        f"{record['compile_ms']:.0f}",
+    ]
