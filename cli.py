@@ -26,8 +26,8 @@ from moesaic.runtime.commands import (
 from moesaic.runtime.commands.verbs import Verbs
 
 _EPILOG = """\
-Results go to stdout, reports to stderr. Exit codes: 0 done, 1 a fault in the input, 2 a fault in the command
-line, 3 something is missing on this machine (see 'moesaic doctor'), 70 a fault of moesaic itself.
+Results go to stdout, reports to stderr. Exit codes: 0 done, 1 a fault in the input, 2 a fault in
+the command line, 3 something is missing here (see 'moesaic doctor'), 70 a fault of moesaic itself.
 
 examples:
   moesaic demo                                   every step for one model's router, without a GPU
@@ -94,10 +94,8 @@ def _failed(error: Exception, given: list[str]) -> int:
         reproducer.write_report(error, given)
     kind = "" if isinstance(error, MoesaicError) else f"{type(error).__name__}: "
     console.say(f"this is a fault of moesaic, not of your input: {kind}{error}", kind="error")
-    path = reproducer.path_of(error)
-    if path is not None:
-        console.say(f"  a file that shows it again: {path}")
-        console.say(f"  run it with: moesaic opt --run-reproducer {path}")
+    for note in getattr(error, "__notes__", ()):
+        console.say(f"  {note}")
     return InternalError.exit_code
 
 

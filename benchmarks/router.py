@@ -423,9 +423,11 @@ class Bench:
             for tensor in (one.logits, one.leaf, one.cotangent):
                 torch._dynamo.maybe_mark_dynamic(tensor, 0)
         start = time.monotonic()
-        PASSES[row.which](route, inputs[0], bias)
-        torch.cuda.synchronize()
-        self._clock.compiling += time.monotonic() - start
+        try:
+            PASSES[row.which](route, inputs[0], bias)
+            torch.cuda.synchronize()
+        finally:  # what fails takes its time too
+            self._clock.compiling += time.monotonic() - start
         self._compiled.add(key)
         return True
 

@@ -230,8 +230,8 @@ def check(case: Case, outputs: str, ours: Route, inputs: Inputs, bias: Tensor | 
         peer_cotangent = spread.scatter(1, indices, inputs.cotangent).gather(1, peer_picks)
     peer_inputs = Inputs(inputs.logits, inputs.leaf, peer_cotangent)
     _, _, peer_gradient = forward_backward(peer, peer_inputs, bias)
-    _close("values, against torch,", values[same], peer_values[same], 2 * value_tolerance)
-    _close("gradient, against torch,", gradient[same], peer_gradient[same], 2 * gradient_tolerance)
+    _close("values (against torch)", values[same], peer_values[same], 2 * value_tolerance)
+    _close("gradient (against torch)", gradient[same], peer_gradient[same], 2 * gradient_tolerance)
 
 
 def _selection(case: Case, logits: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -286,5 +286,5 @@ def _close(name: str, found: Tensor, expected: Tensor, tolerance: float) -> None
         ratio = (error / allowed).nan_to_num(nan=float("inf"))
         token = int(ratio.argmax())
         raise WrongResult(
-            f"{name} differ: token {token} by {float(error[token]):.3g} where {float(allowed[token]):.3g} is allowed"
+            f"{name} of ours: token {token} is off by {float(error[token]):.3g} where {float(allowed[token]):.3g} is allowed"
         )

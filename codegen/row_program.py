@@ -75,6 +75,7 @@ class _Emitter:
         self.experts = experts_columns(self.layouts)
         self.lanes = int(self.config["lanes"])
         self.threads = int(self.config["threads"])
+        self.prefetch = self.config["prefetch"] == "on"
         self.alignment = [int(a) for a in self.config["alignment"].split(",")] if self.config["alignment"] else []
         self.out = RowProgramParameters(banner(op, "every step between a token's logits and its routing"), op.symbol)
         self.names: dict[Value, str] = {}
@@ -95,6 +96,7 @@ class _Emitter:
             self.out.body.append(section)
         self._outputs()
         parameters = vars(self.out) | {
+            "bounds": ", ".join(["kThreads", *([self.config["resident"]] if "resident" in self.config else [])]),
             "setup": _indented(_spaced(self.out.setup), 2),
             "body": [line for section in self.out.body for line in _indented(["", *section], 4)],
             "finish": _indented(self.out.finish, 2),
@@ -174,7 +176,10 @@ class _Emitter:
             name = self._name(argument)
             align = self.alignment[index] if index < len(self.alignment) else 16
             kind = "int" if argument.type.dtype is DType.I32 else "float"
-            if layout.is_row:
+            if layout.kind == "experts" and self.prefetch and kind == "float":
+                section += self._prefetched(argument, self._align(argument, align))
+                self.kept.add(argument)
+            elif layout.is_row:
                 rows = self._rows(layout)
                 where = f"{pointer} + token * {pointer}_stride"
                 section.append(f"{kind} {name}[{rows}::kSlots];  // %{argument.name}")
@@ -194,6 +199,19 @@ class _Emitter:
                 self.out.setup.append(f"const float {name} = moesaic::to_float(moesaic::load_one({pointer}));")
         if section:
             self.out.body.append(section)
+
+    def _prefetched(self, argument: BlockArgument, align: int) -> list[str]:
+        """A row that was fetched during the token before; the next one's fetch is issued before its values are used."""
+        pointer, name = self.parameter_of[argument], self._name(argument)
+        ahead = self._unique(f"{name}_ahead")
+        fetch = f"moesaic::fetch_row<Experts, /*align=*/{align}>({pointer} + {{token}} * {pointer}_stride, {ahead}, lane);"
+        self.out.setup.append(f"{self._storage(argument)} {ahead}[Experts::kSlots];  // %{argument.name} of the next token")
+        self.out.setup.append("if (tokens > 0) " + fetch.format(token="moesaic::at_most(first_token, tokens - 1)"))
+        return [
+            f"float {name}[Experts::kSlots];  // %{argument.name}",
+            f"moesaic::widen({ahead}, {name});",
+            fetch.format(token="moesaic::at_most(token + stride, tokens - 1)"),
+        ]
 
     def _align(self, value: Value, align: int) -> int:
         return max(align, value.type.dtype.bytes)
@@ -566,7 +584,7 @@ _COLLECTIVES: dict[type[Op], Callable[[Any, Op], list[str]]] = {
 
 # Names the kernel text uses itself, and C++ words that a value might be called.
 _RESERVED = (
-    "lane slot first active token tokens i p e live Experts kExperts kLanes kVec kThreads kTokensPerBlock "
+    "lane slot first first_token stride active token tokens i p e live Experts kExperts kLanes kVec kThreads kTokensPerBlock "
     "moesaic int float double bool char long short signed unsigned const auto void for if else while do switch case "
     "default break continue return goto new delete this class struct union enum template typename using namespace "
     "static extern register volatile inline operator public private protected virtual try catch throw true false "

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 from moesaic.ir.errors import UsageError, suggestion
 
@@ -27,8 +27,9 @@ _FALSE = ("0", "false", "no", "off")
 class Variable(Generic[_T]):
     """One environment variable: `name`, how its text becomes a value, and what it means.
 
-    `kind` names the type for people (``path``, ``flag``, ``text``, or ``choice``); `choices` lists the words allowed,
-    and is empty where any text will do. A variable that is unset, or set to the empty string, has the value `default`.
+    `kind` names the type for people (``path``, ``flag``, ``text``, ``choice``, or ``positive number``); `choices` lists
+    the words allowed, and is empty where any text will do. A variable that is unset, or set to the empty string, has
+    the value `default`.
     """
 
     name: str
@@ -92,6 +93,13 @@ def _flag(text: str) -> bool:
     raise ValueError(text)
 
 
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError(text)
+    return number
+
+
 def _choice(choices: tuple[str, ...]) -> Callable[[str], str]:
     def convert(text: str) -> str:
         word = text.strip().lower()
@@ -102,7 +110,9 @@ def _choice(choices: tuple[str, ...]) -> Callable[[str], str]:
     return convert
 
 
-_DECLARED: list[Variable[Path | None] | Variable[bool] | Variable[str] | Variable[str | None]] = []
+_Any: TypeAlias = Variable[Path | None] | Variable[bool] | Variable[str] | Variable[str | None] | Variable[int | None]
+
+_DECLARED: list[_Any] = []
 
 
 def _declare_path(name: str, help: str, default_text: str = "") -> Variable[Path | None]:
@@ -113,6 +123,12 @@ def _declare_path(name: str, help: str, default_text: str = "") -> Variable[Path
 
 def _declare_flag(name: str, default: bool, help: str) -> Variable[bool]:
     variable: Variable[bool] = Variable(name, "flag", default, help, _flag, choices=("1", "0", *_TRUE[1:], *_FALSE[1:]))
+    _DECLARED.append(variable)
+    return variable
+
+
+def _declare_count(name: str, help: str, default_text: str = "") -> Variable[int | None]:
+    variable: Variable[int | None] = Variable(name, "positive number", None, help, _positive, default_text=default_text)
     _DECLARED.append(variable)
     return variable
 
@@ -134,6 +150,17 @@ CACHE_DIR = _declare_path(
     "root of the disk cache",
     default_text="$XDG_CACHE_HOME/moesaic, else ~/.cache/moesaic",
 )
+DISABLE_CACHE = _declare_flag("MOESAIC_DISABLE_CACHE", False, "neither read nor write the disk cache")
+ALWAYS_COMPILE = _declare_flag(
+    "MOESAIC_ALWAYS_COMPILE",
+    False,
+    "compile what this process has not compiled yet, and write the cache, but never read it",
+)
+COMPILE_JOBS = _declare_count(
+    "MOESAIC_COMPILE_JOBS",
+    "compiles that may run at once on this host, over all processes of a user",
+    default_text="as many as cores and free memory allow",
+)
 BACKEND = _declare_choice(
     "MOESAIC_BACKEND",
     ("auto", "cuda", "emulate", "reference"),
@@ -147,6 +174,9 @@ ARCH = _declare_text(
 )
 DUMP_DIR = _declare_path(
     "MOESAIC_DUMP_DIR", "write IR, CUDA, PTX, cubin and resources of every compile into this folder"
+)
+OVERRIDE_DIR = _declare_path(
+    "MOESAIC_OVERRIDE_DIR", "use the <kernel>.cu in this folder, edited by hand, instead of the generated text"
 )
 PRINT_IR = _declare_text("MOESAIC_PRINT_IR", "print the IR to stderr: after-all, after-change, or the name of a pass")
 VERIFY_EACH = _declare_flag("MOESAIC_VERIFY_EACH", True, "verify the IR after every pass")
@@ -164,7 +194,7 @@ CUOBJDUMP = _declare_path(
 )
 
 
-def variables() -> tuple[Variable[Path | None] | Variable[bool] | Variable[str] | Variable[str | None], ...]:
+def variables() -> tuple[_Any, ...]:
     """Every declared variable, in order of declaration."""
     return tuple(_DECLARED)
 

@@ -64,7 +64,8 @@ def infer_layouts(region: Block) -> dict[Value, Layout]:
         if is_column_value(value):
             layouts[value] = Layout("column", columns)
         elif value.type.rank < 2:
-            layouts[value] = Layout("vector", columns) if value.type.rank == 1 else Layout("uniform")
+            # A vector of one number is a number: with one expert, rows of experts are numbers per token.
+            layouts[value] = Layout("vector", columns) if columns > 1 else Layout("uniform")
         elif columns > 1:
             kind = by_class.get(classes.root(value)) or ("experts" if columns == largest else "picks")
             layouts[value] = Layout(kind, columns)

@@ -22,7 +22,11 @@ MAX_EXPERTS = 1024
 """Longest row that fits the registers of one warp; longer ones need a form in shared memory."""
 
 _SHARED_LIMIT = 48 * 1024  # static shared memory of a block, on every target
-_SLOTS = 16  # values of a row a lane should hold: enough loads in flight, few lanes to talk across
+# Values of a row a lane should hold: many, since fewer lanes then talk, as far as registers allow. Ranking float32 scores
+# takes more registers a value than ranking 16-bit logits.
+_SLOTS = 32
+_SLOTS_OF_WIDE_RANKS = 16
+_PREFETCH_EXPERTS = 128  # shorter rows leave enough loads in flight as it is
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,8 @@ class Specialize(Pass):
         target: the GPU architecture the kernels are for.
         lanes, threads: override the rule for row programs (0: the rule decides).
         select: override how a top-k selects: merge, rounds or sort (empty: the rule decides).
+        prefetch: override whether a row is fetched while the one before is worked on: on or off (empty: the rule).
+        resident: blocks a multiprocessor should hold at least, which bounds registers (0: no bound).
         alignment: bytes each input of the first function is known to be aligned to (its address and its row stride);
             an input without an entry has 16.
     """
@@ -45,6 +51,8 @@ class Specialize(Pass):
     lanes: int = 0
     threads: int = 0
     select: str = ""
+    prefetch: str = ""
+    resident: int = 0
     alignment: tuple[int, ...] = ()
 
     def run(self, module: Module, context: PassContext) -> bool:
@@ -65,8 +73,10 @@ class Specialize(Pass):
             raise UnsupportedError(f"rows of {experts} experts: a row program holds up to {MAX_EXPERTS} in registers")
         vec = _vector(experts, op.region, layouts)
         chunks = _power_of_two(-(-experts // vec))
-        # At least enough lanes for 32 slots a lane: membership packs one bit a slot into a word.
-        lanes = self.lanes or min(32, chunks, max(1, chunks * vec // _SLOTS))
+        wide = any(isinstance(o, row.TopK) and not _packed(o) for o in op.region.ops)
+        slots = _SLOTS_OF_WIDE_RANKS if wide else _SLOTS
+        lanes = self.lanes or min(32, chunks, max(1, chunks * vec // slots))
+        # Membership packs one bit a slot into a word.
         if lanes not in (1, 2, 4, 8, 16, 32) or chunks * vec // lanes > 32:
             raise UnsupportedError(f"specialize: {lanes} lanes cannot hold a row of {experts} experts")
         select = {}
@@ -83,11 +93,16 @@ class Specialize(Pass):
         while threads > 32 and fixed + per_warp * threads // 32 + per_token * threads // lanes > _SHARED_LIMIT:
             threads //= 2
         alignment = [aligned.get(v, 16) for v in op.operands[: op.reads]]
+        # A dense result keeps memory busy with stores, behind which the next row's loads would wait.
+        dense = any(layouts[v].kind == "experts" for v in op.region.terminator.operands if v in layouts)
+        prefetch = self.prefetch or ("on" if dense and experts >= _PREFETCH_EXPERTS and "groups" not in select else "off")
         return {
             "lanes": str(lanes),
             "vec": str(vec),
             "threads": str(threads),
-            "grid": "persistent" if columns else "cover",
+            "grid": "persistent" if columns or prefetch == "on" else "cover",
+            "prefetch": prefetch,
+            **({"resident": str(self.resident)} if self.resident else {}),
             **select,
             "alignment": ",".join(map(str, alignment)),
         }
@@ -115,13 +130,18 @@ def _selection(op: row.TopK, slots: int, lanes: int) -> str:
     listed = _power_of_two(picks)
     depth = listed.bit_length() - 1
     steps = lanes.bit_length() - 1
-    packed = isinstance(op.x, BlockArgument) and op.x.type.dtype in (DType.BF16, DType.F16)
+    packed = _packed(op)
     runs = -(-slots // listed)
     sort = runs * listed * depth * (depth + 1) // 2
     keep = listed * (1 + depth)
     merge = sort + (runs - 1 + steps) * keep + steps * listed * 2 + (0 if packed else 4 * slots + 60)
     rounds = picks * ((2 if packed else 6) * slots + (4 if packed else 10) * steps)
     return "merge" if listed <= 16 and merge <= rounds else "rounds"
+
+
+def _packed(op: row.TopK) -> bool:
+    """Whether what is ranked has 16 bits, so that value and column share a word."""
+    return isinstance(op.x, BlockArgument) and op.x.type.dtype in (DType.BF16, DType.F16)
 
 
 def _groups_in_lanes(op: row.GroupLimit, experts: int, vec: int, lanes: int) -> bool:

@@ -67,7 +67,6 @@ class Signature:
     inputs: tuple[tuple[str, TensorType], ...]
     columns: int
     has_rows: tuple[bool, ...]
-    has_backward: bool
 
 
 _signatures: dict[str, Signature] = {}
@@ -90,9 +89,15 @@ def signature_of(handle: str) -> Signature:
             inputs=tuple((a.name, a.type) for a in function.arguments),
             columns=columns,
             has_rows=tuple(bool(t.rank) and isinstance(t.shape[0], Affine) for t in function.result_types),
-            has_backward=program.backward_function(program.float_results) is not None,
         )
     return found
+
+
+@torch.compiler.assume_constant_result
+def has_backward(handle: str) -> bool:
+    """Whether a gradient reaches an input. Lowers the program, which the reference must not depend on."""
+    program = program_by_key(handle)
+    return program.backward_function(program.float_results) is not None
 
 
 @torch.compiler.assume_constant_result
@@ -177,9 +182,8 @@ class CompiledLayer:
         backend = resolve_backend(self._asked, logits.device.type, logits.dtype)
         tensors = _bind(signature, logits, inputs)
         recorded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-        training = recorded and signature.has_backward
-        if not torch.compiler.is_compiling():
-            self._ran = backend
+        training = recorded and backend != "reference" and has_backward(handle)
+        self._ran = backend
         if backend == "reference":
             outputs = _evaluate(handle, tensors)
         elif torch.compiler.is_compiling():
@@ -205,14 +209,14 @@ class CompiledLayer:
     def warmup(
         self, device: torch.device | str = "cuda", *, dtype: torch.dtype | str | None = None, backward: bool = True
     ) -> None:
-        """Lowers, compiles and loads everything a call needs, for contiguous inputs on a device.
+        """Lowers, compiles and loads everything a call needs, for contiguous inputs on a device and any number of tokens.
 
         Call it before capturing a CUDA graph.
 
         Args:
             device: where the layer will run.
             dtype: of the logits; needed if the layer was declared without one.
-            backward: also prepare the backward function, with a cotangent for every float result.
+            backward: also prepare the backward functions: with a cotangent for every float result, and for each alone.
         """
         program = self._program(DType.parse(dtype) if dtype is not None else None)
         made = {}
@@ -230,8 +234,9 @@ class CompiledLayer:
         with torch.enable_grad():
             result = self(first[1], **dict(rest))
         floats = [r for r in result if r.requires_grad]
-        if floats:
-            torch.autograd.backward(floats, [torch.zeros_like(r) for r in floats])
+        for used in [floats, *([r] for r in floats if len(floats) > 1)]:
+            if used:
+                torch.autograd.backward(used, [torch.zeros_like(r) for r in used], retain_graph=True)
 
     def _other_dtype(self, dtype: torch.dtype) -> str:
         """Raises for logits of a dtype that was not declared."""
@@ -438,9 +443,13 @@ def _bind(signature: Signature, logits: torch.Tensor, inputs: Mapping[str, torch
         known = [n for n, _ in signature.inputs[1:]]
         unknown = next(n for n in inputs if n not in known)
         raise InputTypeError(
-            f"input {unknown!r} was not declared{suggestion(unknown, known)}; declared: {', '.join(known) or 'none'}"
+            f"input {unknown!r} was not declared{_suggestion(unknown, known)}; declared: {', '.join(known) or 'none'}"
         )
     return tensors
+
+
+# torch.compile cannot trace a search for near misses, and would report that in place of our error.
+_suggestion = torch.compiler.assume_constant_result(suggestion)
 
 
 def _dense_rows(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,8 +6,8 @@ order, strides, grids and workspace as the GPU.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,15 +16,12 @@ from moesaic.codegen import nvrtc
 from moesaic.codegen.kernel import GeneratedKernel
 from moesaic.codegen.target import Target
 from moesaic.ir.errors import InputError, InternalError
-from moesaic.ir.types import dim_value, symbol
 from moesaic.runtime import driver
+from moesaic.runtime.kernels import compiled_kernel, source_of
+from moesaic.runtime.locks import KeyedLocks
+from moesaic.runtime.plan import LaunchPlan
 from moesaic.runtime.program import Executable, Program
 from moesaic.runtime.reference import TORCH_DTYPES
-
-NVRTC_OPTIONS = ("--fmad=false",)
-"""Contraction to fused multiply-adds would depend on the code around an expression, hence on the configuration."""
-
-_SLOT_ALIGNMENT = 256
 
 Grid = tuple[int, int, int]
 
@@ -76,15 +73,7 @@ class Prepared:
             )
             for step, kernel in zip(plan.steps, loaded, strict=True)
         ]
-        self.buffers = plan.buffers
-        self.has_workspace = any(not b.is_result for b in plan.buffers)
-        # A result of T rows, by far the most common buffer, needs no arithmetic but this.
-        self.simple = [
-            (TORCH_DTYPES[b.type.dtype], b.type.shape[1:])
-            if b.is_result and b.type.rank == 2 and b.type.shape[0] == _TOKENS
-            else None
-            for b in plan.buffers
-        ]
+        self.slots = _slots(plan)
 
     def run(self, inputs: Sequence[torch.Tensor], stream: int) -> list[torch.Tensor]:
         """Allocates, launches every step on the stream, and gives the results."""
@@ -96,7 +85,7 @@ class Prepared:
             grids.append((blocks, 1, 1))
             if symbol:
                 symbols[symbol] = blocks
-        tensors = [*inputs, *self._allocate(tokens, symbols, inputs[0].device)]
+        tensors = [*inputs, *self._allocate(symbols, inputs[0].device)]
         for (_, loaded, _, arguments), grid in zip(self.steps, grids, strict=True):
             values = []
             for kind, number in arguments:
@@ -112,35 +101,43 @@ class Prepared:
                 loaded.launch(grid, stream, values, tensors)
         return [tensors[i] for i in self.results]
 
-    def _allocate(self, tokens: int, symbols: Mapping[str, int], device: torch.device) -> list[torch.Tensor]:
+    def _allocate(self, symbols: Mapping[str, int], device: torch.device) -> list[torch.Tensor]:
         empty = self.runner.empty
-        workspace = self._workspace(symbols, device) if self.has_workspace else {}
-        made = []
-        for buffer, simple in zip(self.buffers, self.simple, strict=True):
-            if simple is not None:
-                made.append(empty((tokens, *simple[1]), simple[0], device))
-                continue
-            shape = tuple(dim_value(d, symbols) for d in buffer.type.shape)
-            dtype = TORCH_DTYPES[buffer.type.dtype]
-            if buffer.is_result:
-                made.append(empty(shape, dtype, device))
-            else:
-                size = buffer.type.elements(symbols) * buffer.type.dtype.bytes
-                made.append(workspace[buffer.slot][:size].view(dtype).view(shape))
+        made: list[torch.Tensor] = []
+        for slot in self.slots:
+            shape = tuple([symbols[d] if type(d) is str else d for d in slot.shape])
+            if slot.reuses < 0:
+                made.append(empty(shape, slot.dtype, device))
+            else:  # of the same size, see plan-workspace
+                made.append(made[slot.reuses].view(slot.dtype).view(shape))
         return made
 
-    def _workspace(self, symbols: Mapping[str, int], device: torch.device) -> dict[int, torch.Tensor]:
-        """One allocation, cut into the slots of the plan."""
-        sizes: dict[int, int] = {}
-        for buffer in self.buffers:
-            if not buffer.is_result:
-                size = buffer.type.elements(symbols) * buffer.type.dtype.bytes
-                sizes[buffer.slot] = max(sizes.get(buffer.slot, 0), -(-size // _SLOT_ALIGNMENT) * _SLOT_ALIGNMENT)
-        whole = self.runner.empty((sum(sizes.values()),), torch.uint8, device)
-        return dict(zip(sizes, whole.split(list(sizes.values())), strict=True))
+
+@dataclass(frozen=True)
+class _Slot:
+    """A buffer as a call allocates it: dimensions are numbers, or symbols with a value at launch."""
+
+    shape: tuple[int | str, ...]
+    dtype: torch.dtype
+    reuses: int
+    """Number of an earlier workspace buffer whose memory it takes over, or -1."""
 
 
-_TOKENS = symbol("T")
+def _slots(plan: LaunchPlan) -> list[_Slot]:
+    first: dict[int, int] = {}
+    slots = []
+    for number, buffer in enumerate(plan.buffers):
+        shape: list[int | str] = []
+        for dim in buffer.type.shape:
+            if isinstance(dim, int):
+                shape.append(dim)
+            elif dim.constant == 0 and len(dim.terms) == 1 and dim.terms[0][1] == 1:
+                shape.append(dim.terms[0][0])
+            else:
+                raise InternalError(f"@{plan.name}: a buffer of {buffer.type} has a dimension that is not a symbol")
+        reuses = -1 if buffer.is_result else first.setdefault(buffer.slot, number)
+        slots.append(_Slot(tuple(shape), TORCH_DTYPES[buffer.type.dtype], -1 if reuses == number else reuses))
+    return slots
 
 
 def _blocks(kernel: GeneratedKernel, tokens: int, most: int) -> int:
@@ -155,7 +152,7 @@ class Runner:
 
     def __init__(self) -> None:
         self._prepared: dict[tuple[Any, ...], Prepared] = {}
-        self._lock = threading.RLock()
+        self._preparing = KeyedLocks()
 
     def run(
         self, program: Program, kind: str, cotangents: tuple[str, ...], inputs: Sequence[torch.Tensor]
@@ -169,7 +166,7 @@ class Runner:
         return self.enter(prepared, inputs, index)
 
     def _prepare(self, key: tuple[Any, ...], program: Program, device: torch.device) -> Prepared:
-        with self._lock:
+        with self._preparing.holding(key):  # other layers may compile at the same time
             if key not in self._prepared:
                 self.check_may_compile()
                 _, kind, cotangents, _, aligned = key
@@ -258,7 +255,7 @@ class _EmulatedKernel(Loaded):
 
         self._kernel = kernel
         self._runner = runner
-        self._emulated = build(kernel.source, kernel.symbol, nvrtc.helper_include_dirs())
+        self._emulated = build(source_of(kernel), kernel.symbol, nvrtc.helper_include_dirs())
 
     def launch(self, grid: Grid, stream: int, values: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
         from moesaic.runtime.emulator import Buffer
@@ -270,21 +267,6 @@ class _EmulatedKernel(Loaded):
                 buffers.append(Buffer(tensor.data_ptr(), span * tensor.element_size(), f"operand {number}"))
         threads = (self._kernel.threads, 1, 1)
         self._emulated.launch(grid, threads, list(values), buffers=buffers, order=self._runner.order)
-
-
-_compiled: dict[tuple[str, str], nvrtc.CompiledKernel] = {}
-_compiled_lock = threading.Lock()
-
-
-def compiled_kernel(kernel: GeneratedKernel, target: Target) -> nvrtc.CompiledKernel:
-    """The kernel compiled by NVRTC, once per text and target in a process."""
-    key = (kernel.source, target.name)
-    with _compiled_lock:
-        if key not in _compiled:
-            _compiled[key] = nvrtc.compile_source(
-                kernel.source, name=kernel.symbol, target=target, extra_options=NVRTC_OPTIONS
-            )
-        return _compiled[key]
 
 
 RUNNERS: dict[str, Runner] = {"cuda": CudaRunner(), "emulate": EmulatedRunner()}

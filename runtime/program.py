@@ -6,16 +6,19 @@ is lowered once per direction, and specialised per target and alignment of its i
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
+import moesaic
 from moesaic.codegen.generate import generate_kernels
 from moesaic.codegen.kernel import GeneratedKernel
 from moesaic.ir import environment
 from moesaic.ir.core import Function, Module
-from moesaic.ir.errors import InternalError
+from moesaic.ir.errors import InputError, InternalError
 from moesaic.passes.differentiate import SUFFIX, derive
 from moesaic.passes.instruments import History, VerifyEach
 from moesaic.passes.manager import DEFAULT, FORWARD, Instrument, PassContext, PassManager
@@ -77,7 +80,7 @@ class Program:
             if key not in self._lowered:
                 pipeline = FORWARD if kind == "forward" else DEFAULT
                 if cotangents:
-                    kept = self.lower(kind).module.entry.result_names
+                    kept = self._kept()
                     pipeline = pipeline.replace("differentiate", f"differentiate{{cotangents={','.join(cotangents)}}}")
                     pipeline = pipeline.replace("choose-saved", f"choose-saved{{kept={','.join(kept)}}}")
                 pipeline = pipeline.removesuffix(",specialize")
@@ -89,6 +92,14 @@ class Program:
                 context = PassManager(pipeline, instruments).run(module)
                 self._lowered[key] = Lowered(module, context, history.stages)
             return self._lowered[key]
+
+    def _kept(self) -> tuple[str, ...]:
+        """Results of the training forward that the backward for all cotangents takes: what autograd saves of them."""
+        module = self.lower("training").module
+        forward, backward = module.entry, self.function.name + SUFFIX
+        taken = {a.name for a in module.function(backward).arguments} if module.has_function(backward) else set()
+        # No result has the name of an input, which therefore stands for keeping nothing.
+        return tuple(n for n in forward.result_names if n in taken) or (forward.arguments[0].name,)
 
     def backward_function(self, cotangents: tuple[str, ...]) -> Function | None:
         """The planned backward function for the given cotangents; ``None`` if no gradient reaches an input."""
@@ -139,13 +150,27 @@ class Program:
         return Executable(build_plan(module.entry, kernels), target, tuple(kernels), module)
 
 
+@functools.cache
+def _compiler_digest() -> bytes:
+    """Of our own text that decides what a program hands from forward to backward.
+
+    torch keeps compiled graphs on disk, and they name programs: after an upgrade an old graph must not fit a new program.
+    """
+    root = Path(moesaic.__file__).parent
+    digest = hashlib.sha256(moesaic.__version__.encode())
+    for folder in ("ir", "passes"):
+        for path in sorted((root / folder).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.digest()
+
+
 _programs: dict[str, Program] = {}
 _programs_lock = threading.Lock()
 
 
 def program_of(module: Module) -> Program:
     """The program of a declared module; the same object for equal modules."""
-    key = hashlib.sha256(str(module).encode()).hexdigest()[:24]
+    key = hashlib.sha256(_compiler_digest() + str(module).encode()).hexdigest()[:24]
     with _programs_lock:
         if key not in _programs:
             _programs[key] = Program(key, module.clone())
@@ -156,9 +181,12 @@ def program_by_key(key: str) -> Program:
     """The program a handle stands for.
 
     Raises:
-        InternalError: the handle is unknown in this process.
+        InputError: the handle is unknown in this process.
     """
     try:
         return _programs[key]
     except KeyError:
-        raise InternalError(f"no compiled layer has the handle {key!r} in this process") from None
+        raise InputError(
+            f"no compiled layer has the handle {key!r} in this process; a graph made in another process finds its layers "
+            "once equal ones are compiled here, by the same version: call moesaic.compile(...) on the declaration first"
+        ) from None

@@ -132,6 +132,17 @@ torch.library.register_vmap("moesaic::forward", _refuse_vmap, lib=_library)
 torch.library.register_vmap("moesaic::backward", _refuse_vmap, lib=_library)
 
 
+def _refuse_batched_cotangents(*args: Any) -> Any:
+    raise UnsupportedError(
+        "batched cotangents (is_grads_batched=True, jacobian(vectorize=True)) through a compiled layer are not "
+        "available; send them back one by one, or use backend='reference'"
+    )
+
+
+# What torch.autograd.grad(is_grads_batched=True) uses is older than torch.vmap and has a key of its own.
+_library.impl("backward", _refuse_batched_cotangents, "Batched")
+
+
 def _refuse_double_backward(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
     raise UnsupportedError(
         "second derivatives of a compiled layer are not available; use backend='reference' for double backward"

@@ -90,7 +90,7 @@ def check_gradient(op, oracle, *operands, **attributes):
         torch.testing.assert_close(ours[i], g, **GRADIENT)
 
 
-# Elementwise ops: an oracle in plain torch, and where to compare gradients ---------------------------------------------
+# Elementwise ops: an oracle in plain torch, and where to compare gradients --------------------------------------------
 
 
 def softplus(x):
@@ -130,6 +130,7 @@ BINARY = {
     "math.safe_div": safe_div,
     "math.maximum": torch.maximum,
     "math.minimum": torch.minimum,
+    "math.exp_difference": lambda a, b: torch.exp(a - b),
     "math.less": torch.lt,
     "math.equal": torch.eq,
 }

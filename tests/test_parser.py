@@ -174,8 +174,10 @@ BODY_ERRORS = {
     ),
     "dtype unknown": (
         "%c = math.cast %b {«dtype» = f23}",
-        "math.cast: attribute 'dtype' expects one of bf16, f16, f32, f64, i1, u8, i16, i32, i64, found 'f23'; "
-        "did you mean 'f32'?",
+        (
+            "math.cast: attribute 'dtype' expects one of bf16, f16, f32, f64, i1, u8, i16, i32, i64, found 'f23'; "
+            "did you mean 'f32'?"
+        ),
     ),
     "limits crossed": ("%c = «math.clamp» %b {max = 1.0, min = 2.0}", "math.clamp: min 2.0 is above max 1.0"),
     "condition": ("%c = «math.select» %b, 1.0, 2.0", "math.select: condition must be i1 or u8, found tensor<8xf32>"),
@@ -242,13 +244,17 @@ STRUCTURE_ERRORS = {
     "other line ends in a comment": ("// a\x0cb\x85c\u2028d\nmoe.func @f() -> () {\n  «nope»\n}", "unknown op 'nope'"),
     "other characters": ("moe.func @f() -> () {\n  «é»\n}", "unexpected character 'é'"),
     "return in a region": (
-        "moe.func @f(%x: tensor<Tx3xf32>) -> () {\n"
-        "  kernel.row_program %x {blocks = B} (%y: tensor<Tx3xf32>) {\n    «return»\n  }\n  return\n}",
+        (
+            "moe.func @f(%x: tensor<Tx3xf32>) -> () {\n"
+            "  kernel.row_program %x {blocks = B} (%y: tensor<Tx3xf32>) {\n    «return»\n  }\n  return\n}"
+        ),
         "return: this body ends with 'yield'",
     ),
     "outer value in a region": (
-        "moe.func @f(%x: tensor<Tx3xf32>) -> () {\n"
-        "  kernel.row_program %x {blocks = B} (%y: tensor<Tx3xf32>) {\n    yield «%x»\n  }\n  return\n}",
+        (
+            "moe.func @f(%x: tensor<Tx3xf32>) -> () {\n"
+            "  kernel.row_program %x {blocks = B} (%y: tensor<Tx3xf32>) {\n    yield «%x»\n  }\n  return\n}"
+        ),
         "value %x is not defined",
     ),
 }

@@ -44,6 +44,7 @@ EXAMPLES = {
     "math.select": "%c = math.less %x, 0.0 : tensor<Tx6xi1>\n  %y = math.select %c, %x, %v : tensor<Tx6xf32>",
     "math.neg": "%y = math.neg %x : tensor<Tx6xf32>",
     "math.exp": "%y = math.exp %x : tensor<Tx6xf32>",
+    "math.exp_difference": "%y = math.exp_difference %x, 2.0 : tensor<Tx6xf32>",
     "math.log": "%y = math.log %d : tensor<Tx6xf64>",
     "math.log1p": "%y = math.log1p %x : tensor<Tx6xf32>",
     "math.sqrt": "%y = math.sqrt %v : tensor<6xf32>",
@@ -77,7 +78,9 @@ EXAMPLES = {
         "  } : tensor<Tx6xf32>, tensor<Bx6xf32>"
     ),
     "kernel.col_finish": "%y = kernel.col_finish %p : tensor<2xf32>",
-    "launch.alloc": '%y = launch.alloc {slot = 3, space = workspace, type = "tensor<T*8 + 5x6xf32>"} : tensor<T*8 + 5x6xf32>',
+    "launch.alloc": (
+        '%y = launch.alloc {slot = 3, space = workspace, type = "tensor<T*8 + 5x6xf32>"} : tensor<T*8 + 5x6xf32>'
+    ),
     "launch.kernel": (
         '%o = launch.alloc {space = result, type = "tensor<2xf32>"} : tensor<2xf32>\n'
         '  launch.kernel %p, %o {blocks = B, config = ["threads=256", "odd \\"one\\" \\\\n"], reads = 1, '
@@ -224,7 +227,7 @@ def test_generated_modules(module):
 @settings(max_examples=100)
 @given(NUMBERS)
 def test_numbers_read_back(value):
-    text = f"moe.func @f(%x: tensor<f32>) -> (y: tensor<f32>) {{\n  %y = math.add %x, {format_float(value)}\n  return %y\n}}\n"
+    text = f"moe.func @f(%x: tensor<f32>) -> (y: tensor<f32>) {{ %y = math.add %x, {format_float(value)} return %y }}"
     read = next(parse(text).walk()).operands[1].value
     assert repr(read) == repr(value if value == value else math.nan)
 
@@ -254,19 +257,19 @@ def test_strings_read_back(symbol, config):
 def test_every_stage_of_a_compilation(data):
     """Through all passes; regions, launches and inferred names included. What is read back goes on to the same end."""
     e = data.draw(st.sampled_from([1, 3, 5, 8]))
-    options = dict(
-        num_experts=e,
-        top_k=data.draw(st.integers(1, e)),
-        score=data.draw(st.sampled_from(["softmax", "sigmoid", "sqrtsoftplus"])),
-        order=data.draw(st.sampled_from(["score_then_topk", "topk_then_score"])),
-        selection_bias=data.draw(st.booleans()),
-        gate_bias=data.draw(st.booleans()),
-        renormalize=data.draw(st.sampled_from([False, True, mo.norm.sum(eps=1e-20, min=1e-9)])),
-        outputs=data.draw(
+    options = {
+        "num_experts": e,
+        "top_k": data.draw(st.integers(1, e)),
+        "score": data.draw(st.sampled_from(["softmax", "sigmoid", "sqrtsoftplus"])),
+        "order": data.draw(st.sampled_from(["score_then_topk", "topk_then_score"])),
+        "selection_bias": data.draw(st.booleans()),
+        "gate_bias": data.draw(st.booleans()),
+        "renormalize": data.draw(st.sampled_from([False, True, mo.norm.sum(eps=1e-20, min=1e-9)])),
+        "outputs": data.draw(
             st.lists(st.sampled_from(["weights", "indices", "counts", "probs", "map"]), min_size=1, unique=True)
         ),
-        scale=data.draw(st.sampled_from([1.0, 2.5])),
-    )
+        "scale": data.draw(st.sampled_from([1.0, 2.5])),
+    }
     module = mo.Router(**options).module(data.draw(st.sampled_from(["bf16", "f32"])))
     passes = PassManager("default").passes
     from_text = module.clone()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from moesaic.ir import environment
 from moesaic.ir.errors import InputError, MoesaicError, ToolchainError, UsageError, suggestion
 from moesaic.passes.instruments import SaveTree
-from moesaic.runtime.commands import console, inputs, lowering, pipeline_options, reporting
+from moesaic.runtime.commands import console, inputs, lowering, pipeline_options, reporting, reproducer
 from moesaic.runtime.commands.verbs import Verbs
 
 if TYPE_CHECKING:
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from moesaic.codegen.nvrtc import CompiledKernel
 
 _EXAMPLES = """
-Without --emit, prints what each kernel uses; with -o DIR as well, writes everything into that folder.
+Without --emit, prints what each kernel uses; with -o DIR, also writes everything there.
 
 examples:
-  moesaic compile router.moe --arch sm_90a                       registers, spills, shared memory
-  moesaic compile router.py --dtype bf16 --emit cuda             the CUDA of all kernels
-  moesaic compile router.moe --emit sass --kernel route_rows     the machine code of one kernel
-  moesaic compile router.moe -o build/                           IR of each stage, .cu, .ptx, .cubin, resources.json
+  moesaic compile router.moe --arch sm_90a                     registers, spills, shared memory
+  moesaic compile router.py --dtype bf16 --emit cuda           the CUDA of all kernels
+  moesaic compile router.moe --emit sass --kernel route_rows   the machine code of one kernel
+  moesaic compile router.moe -o build/                         IR, .cu, .ptx, .cubin, resources.json
 """
 
 KINDS = ("ir", "cuda", "ptx", "cubin", "sass", "resources")
@@ -34,7 +34,7 @@ _SUFFIX = {"cuda": ".cu", "ptx": ".ptx", "cubin": ".cubin", "sass": ".sass"}
 
 def add(verbs: Verbs) -> None:
     """Declares the verb."""
-    parser = verbs.add("compile", run, "compile a layer for a GPU; needs no GPU", _EXAMPLES)
+    parser = verbs.add("compile", run, "compile a layer for a GPU; needs no GPU", _EXAMPLES, "FILE")
     parser.add_argument("file", metavar="FILE", help=inputs.FILE_HELP)
     parser.add_argument(
         "--arch", metavar="ARCH", help="GPU architecture, such as sm_90a (default: MOESAIC_ARCH, sm_90a)"
@@ -58,10 +58,12 @@ def run(arguments: argparse.Namespace) -> int:
     module = inputs.read_module(arguments.file, arguments.dtype)
     passes = lowering.passes_for(arguments.pass_pipeline, target)
     instruments = pipeline_options.instruments(arguments, passes)
-    folders = [f for f in (_folder(arguments), environment.DUMP_DIR.get()) if f is not None]
-    instruments += [SaveTree(folder / "ir") for folder in folders]
+    output = _folder(arguments)
+    # What is compiled goes to MOESAIC_DUMP_DIR anyway.
+    instruments += [SaveTree(folder / "ir") for folder in (output, environment.DUMP_DIR.get()) if folder is not None]
+    declared = str(module)
     try:
-        lowered = lowering.lower(module, target, passes, instruments)
+        lowered = lowering.lower(module, passes, instruments)
     except MoesaicError as error:
         if error.exit_code != InputError.exit_code:
             raise
@@ -69,12 +71,13 @@ def run(arguments: argparse.Namespace) -> int:
         return error.exit_code
     reporting.show(reporting.remarks(lowered.context, arguments.file))
     kernels = _chosen(lowered.kernels, arguments.kernel)
-    for folder in folders:
-        _write_everything(folder, lowered, kernels)
-    if arguments.emit in (None, "resources"):
-        _resources(lowered, kernels, arguments)
-    else:
-        _emit(lowered, kernels, arguments)
+    with reproducer.kept(declared, arguments.pass_pipeline, f"moesaic compile --arch {target}"):
+        if output is not None:
+            _write_everything(output, lowered, kernels)
+        if arguments.emit in (None, "resources"):
+            _resources(lowered, kernels, arguments)
+        else:
+            _emit(lowered, kernels, arguments)
     return 0
 
 
@@ -111,20 +114,23 @@ def _emit(lowered: lowering.Lowered, kernels: list[GeneratedKernel], arguments: 
     if arguments.emit == "ir":
         inputs.write_output(str(lowered.module), arguments.output)
         return
+    output, suffix = arguments.output, _SUFFIX[arguments.emit]
+    to_folder = output is not None and output != "-" and (output.endswith("/") or Path(output).is_dir())
+    if arguments.emit == "cubin" and not to_folder:
+        if len(kernels) > 1:
+            raise UsageError(
+                f"{len(kernels)} kernels make as many cubins: choose one with --kernel, or write to -o DIR/"
+            )
+        if output in (None, "-") and sys.stdout.isatty():
+            raise UsageError("a cubin is binary: write it with -o FILE, or send stdout somewhere else")
     made = {k.symbol: _content(k, lowered, arguments.emit) for k in kernels}
-    suffix = _SUFFIX[arguments.emit]
-    output = arguments.output
-    if output is not None and output != "-" and (output.endswith("/") or Path(output).is_dir()):
+    if to_folder:
         for name, content in made.items():
             inputs.write_file(Path(output) / f"{name}{suffix}", content)
         return
-    if arguments.emit == "cubin" and len(made) > 1:
-        raise UsageError(f"{len(made)} kernels make {len(made)} cubins: choose one with --kernel, or write to -o DIR/")
     if output is not None and output != "-":
         inputs.write_file(Path(output), b"\n".join(made.values()))
     elif arguments.emit == "cubin":
-        if sys.stdout.isatty():
-            raise UsageError("a cubin is binary: write it with -o FILE, or send stdout somewhere else")
         sys.stdout.buffer.write(*made.values())
     else:
         titled = arguments.emit != "cuda" and len(made) > 1  # CUDA says in its banner what it is

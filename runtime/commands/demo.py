@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     """Logits [T, E], weights [T, K] and indices [T, K]."""
 
 _EXAMPLES = """
-Needs torch and a C++ compiler, but no GPU; the model's own module needs transformers (nothing is downloaded). Without
-transformers, the same router stated in plain torch takes its place, and the page says so.
+Needs torch and a C++ compiler, but no GPU. The model's own module comes from transformers (nothing
+is downloaded); without it, the same router in plain torch takes its place, and the page says so.
 
 examples:
   moesaic demo
@@ -154,7 +154,7 @@ def _lower(router: Router, target: str) -> lowering.Lowered:
     from moesaic.codegen.target import Target
 
     parsed = Target.parse(target)
-    return lowering.lower(router.module(), parsed, lowering.passes_for("default", parsed))
+    return lowering.lower(router.module(), lowering.passes_for("default", parsed))
 
 
 def _resources(router: Router) -> None:
@@ -211,6 +211,7 @@ def _peer(family: Family, seed: int) -> Peer:
             "To compare with the model's own module: pip install 'transformers==5.17.*'",
             kind="warning",
         )
+        weight.requires_grad_()
         return Peer(lambda hidden: _in_torch(family, hidden, weight, bias), selecting, "the router in plain torch")
     with torch.no_grad():
         for parameter in module.parameters():
@@ -265,7 +266,10 @@ def _compare(router: Router, peer: Peer, arguments: argparse.Namespace) -> int:
     leaf = logits.detach().clone().requires_grad_()
     given = {} if peer.bias is None else {"bias": peer.bias}
     module = router.module()
-    with reproducer.kept(module, "default"), console.progress("running the kernels in the emulator"):
+    with (
+        reproducer.kept(str(module), "default", "moesaic run --backend emulate"),
+        console.progress("running the kernels in the emulator"),
+    ):
         ours = compile(module, backend="emulate")(leaf, **given)
         (our_gradient,) = torch.autograd.grad((ours.weights * cotangent.gather(1, ours.indices.long())).sum(), leaf)
 

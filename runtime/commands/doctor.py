@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _table(found: Iterable[Check]) -> str:
     rows = []
     for check in found:
-        rows.append((check.status, check.name, check.detail))
+        rows.append((f"{check.status:4}", check.name, check.detail))
         if check.remedy:
             rows.append(("", "", f"-> {check.remedy}"))
     styles = {"ok": ("green",), "warn": ("yellow",), "fail": ("bold", "red")}

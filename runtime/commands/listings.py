@@ -25,6 +25,7 @@ def add(verbs: Verbs) -> None:
           moesaic passes specialize       all about one pass
           moesaic passes --json
         """,
+        "[NAME]",
     )
     passes.add_argument("name", metavar="NAME", nargs="?", help="one pass")
     passes.add_argument("--json", action="store_true", help="as JSON")
@@ -38,6 +39,7 @@ def add(verbs: Verbs) -> None:
           moesaic ops row                 one group
           moesaic ops row.topk            operands, results, attributes and what these accept
         """,
+        "[NAME]",
     )
     ops.add_argument("name", metavar="NAME", nargs="?", help="an op, or a group such as row")
     ops.add_argument("--json", action="store_true", help="as JSON")

@@ -38,42 +38,46 @@ def passes_for(pipeline: str, target: Target) -> list[Pass]:
         UsageError: the pipeline is not well formed, or does not end where code generation starts.
     """
     passes = parse_pipeline(pipeline)
-    if not any(isinstance(p, Specialize) for p in passes):
+    if not passes or not isinstance(passes[-1], Specialize):
         raise UsageError(
             f"the pipeline {pipeline_text(passes)!r} makes no kernels: it has to end in specialize; "
             "use default, forward, or leave it out"
         )
     plain = Specialize().target
-    return [dataclasses.replace(p, target=target.name) if _is_plain(p, plain) else p for p in passes]
+    return [
+        dataclasses.replace(p, target=target.name) if isinstance(p, Specialize) and p.target == plain else p
+        for p in passes
+    ]
 
 
-def _is_plain(p: Pass, target: str) -> bool:
-    return isinstance(p, Specialize) and p.target == target
-
-
-def lower(module: Module, target: Target, passes: Sequence[Pass], instruments: Sequence[Instrument] = ()) -> Lowered:
-    """Runs the passes over `module`, in place, and generates the kernels.
+def lower(module: Module, passes: Sequence[Pass], instruments: Sequence[Instrument] = ()) -> Lowered:
+    """Runs the passes of :func:`passes_for` over `module`, in place, and generates the kernels.
 
     Raises:
         InputError, UnsupportedError: this module cannot be compiled; says why.
     """
     from moesaic.codegen.generate import generate_kernels
+    from moesaic.codegen.target import Target
 
+    last = passes[-1]
+    assert isinstance(last, Specialize)
     history, context = History(), PassContext()
-    with reproducer.kept(module, pipeline_text(passes)):
+    if not any(isinstance(i, reproducer.Reproduce) for i in instruments):
+        instruments = [reproducer.Reproduce(None), *instruments]
+    with reproducer.kept(str(module), pipeline_text(passes), "moesaic compile"):
         PassManager(passes, [history, *instruments]).run(module, context)
         kernels = tuple(k for f in module.functions for k in generate_kernels(f))
     if not kernels:
         raise InputError(f"@{module.entry.name} needs no kernel: it computes nothing")
-    return Lowered(module, history.stages, context, kernels, target)
+    return Lowered(module, history.stages, context, kernels, Target.parse(last.target))
 
 
 def compiled(kernel: GeneratedKernel, target: Target) -> CompiledKernel:
-    """A kernel compiled by NVRTC, with the options that the runtime gives."""
-    from moesaic.codegen import nvrtc
+    """A kernel as the runtime would compile it: from the cache, else by NVRTC."""
+    from moesaic.runtime.kernels import compiled_kernel
 
     with console.progress(f"compiling {kernel.symbol} for {target}"):
-        return nvrtc.compile_source(kernel.source, name=kernel.symbol, target=target, extra_options=("--fmad=false",))
+        return compiled_kernel(kernel, target)
 
 
 RESOURCE_HEADER = ("kernel", "target", "regs", "spills", "stack", "shared", "threads", "blocks/SM", "cubin", "ms")

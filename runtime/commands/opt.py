@@ -16,16 +16,16 @@ from moesaic.runtime.commands.verbs import Verbs
 
 _EXAMPLES = """
 examples:
-  moesaic opt router.moe                                   parse, verify, print
-  moesaic opt router.moe -p canonicalize,cse,dce           run some passes
-  moesaic opt router.moe -p default --print-ir-diff        the whole pipeline, and what each pass changed
+  moesaic opt router.moe                              parse, verify, print
+  moesaic opt router.moe -p canonicalize,cse,dce      run some passes
+  moesaic opt router.moe -p default --print-ir-diff   the whole pipeline; what each pass changed
   moesaic opt cases.moe --split-input-file --verify-diagnostics
 """
 
 
 def add(verbs: Verbs) -> None:
     """Declares the verb."""
-    parser = verbs.add("opt", run, "run passes over IR text and print the result", _EXAMPLES)
+    parser = verbs.add("opt", run, "run passes over IR text and print the result", _EXAMPLES, "FILE")
     parser.add_argument("file", metavar="FILE", help=inputs.FILE_HELP)
     parser.add_argument(
         "-p",

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from moesaic import __version__
 from moesaic.ir import environment
-from moesaic.ir.core import Module
 from moesaic.ir.errors import InternalError, MoesaicError
 from moesaic.passes.instruments import REPRODUCER_MARK, CrashReproducer
 from moesaic.passes.manager import Pass
@@ -74,19 +73,29 @@ class Reproduce(CrashReproducer):
             error.add_note(f"a reproducer could not be written: {problem}")
         else:
             error.add_note(f"{_NOTE}{self.path}")
+            _say_how(error, "moesaic opt --run-reproducer")
 
 
 @contextlib.contextmanager
-def kept(module: Module, pipeline: str) -> Iterator[None]:
-    """Writes `module` and its pipeline as a reproducer if what is done inside fails by a fault of ours."""
-    text = str(module)
+def kept(text: str, pipeline: str, again: str) -> Iterator[None]:
+    """Writes IR and its pipeline as a reproducer if what is done inside fails by a fault of ours.
+
+    `again` is the command that does it once more, given the file.
+    """
     try:
         yield
     except Exception as error:
         if is_internal(error) and path_of(error) is None:
             summary = (str(error).splitlines() or [type(error).__name__])[0]
             write(error, f"{REPRODUCER_MARK}{pipeline}\n// {type(error).__name__}: {summary}\n{text}")
+            _say_how(error, again)
         raise
+
+
+def _say_how(error: BaseException, command: str) -> None:
+    path = path_of(error)
+    if path is not None:
+        error.add_note(f"it fails again with: {command} {path}")
 
 
 def write_report(error: BaseException, arguments: Sequence[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from typing import TYPE_CHECKING, Any
 
 from moesaic.ir import environment
@@ -16,19 +17,19 @@ if TYPE_CHECKING:
     from moesaic.runtime.commands.tensors import Comparison
 
 _EXAMPLES = """
-Logits are drawn from a normal distribution, biases from a small one; the backward pass gets random cotangents.
-With --check, exits with 1 if outputs or gradients differ from the reference by more than the tolerance printed.
+Logits are normal, biases small; the backward pass gets random cotangents. With --check, exits with
+1 if outputs or gradients differ from the reference by more than the tolerance it prints.
 
 examples:
-  moesaic run router.moe                                 on the GPU if there is one, else the reference
-  moesaic run router.moe --backend emulate --check       the generated CUDA on the CPU, compared with the reference
+  moesaic run router.moe                             on the GPU if there is one, else the reference
+  moesaic run router.moe --backend emulate --check   the generated CUDA on the CPU, checked
   moesaic run router.py --dtype bf16 --tokens 1000 --seed 7 --json
 """
 
 
 def add(verbs: Verbs) -> None:
     """Declares the verb."""
-    parser = verbs.add("run", run, "run a layer on random tensors, forward and backward", _EXAMPLES)
+    parser = verbs.add("run", run, "run a layer on random tensors, forward and backward", _EXAMPLES, "FILE")
     parser.add_argument("file", metavar="FILE", help=inputs.FILE_HELP)
     parser.add_argument(
         "--backend",
@@ -78,7 +79,10 @@ def run(arguments: argparse.Namespace) -> int:
         )
     function = module.entry
     given = tensors.draw_inputs(function, arguments.tokens, arguments.seed, "cuda" if backend == "cuda" else "cpu")
-    with reproducer.kept(module, "default"), console.progress(f"running on {backend}"):
+    with (
+        reproducer.kept(str(module), "default", f"moesaic run --backend {backend}"),
+        console.progress(f"running on {backend}"),
+    ):
         ours = tensors.execute(module, backend, given, arguments.seed)
     comparison = None
     if arguments.check:
@@ -95,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
         }
         if comparison is not None:
             report["check"] = _check_record(comparison)
-        console.print_json(report)
+        console.print_json(_finite(report))
     else:
         title = f"@{function.name} on {backend}"
         print(console.heading(title, f"{arguments.tokens} tokens, seed {arguments.seed}"))
@@ -141,15 +145,19 @@ def _check_record(comparison: Comparison) -> dict[str, Any]:
         "near_ties": list(comparison.near_ties),
         "tokens_with_other_picks": list(comparison.differing),
         "tensors": [
-            {"name": f.name, "error": _number(f.error), "allowed": _number(f.allowed), "ok": f.ok, "note": f.note}
+            {"name": f.name, "error": f.error, "allowed": f.allowed, "ok": f.ok, "note": f.note}
             for f in comparison.findings
         ],
     }
 
 
-def _number(value: float) -> float | None:
-    """JSON knows neither NaN nor infinity."""
-    return value if value == value and abs(value) != float("inf") else None
+def _finite(value: Any) -> Any:
+    """The same with texts for NaN and infinities, which JSON does not know."""
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_finite(v) for v in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _print_check(comparison: Comparison) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import textwrap
 
 from moesaic.ir.errors import InputError, MoesaicError, suggestion
 from moesaic.passes.instruments import VerifyEach
@@ -10,19 +11,19 @@ from moesaic.runtime.commands import console, inputs, listings, lowering, report
 from moesaic.runtime.commands.verbs import Verbs
 
 _EXAMPLES = """
-A difference ignores indentation and the numbers of unnamed values: ops that only moved have not changed.
+Differences ignore indentation and the numbers of unnamed values: what only moved has not changed.
 
 examples:
-  moesaic show router.moe                                        every stage, then the CUDA
-  moesaic show router.moe --stage fuse-score-topk                the IR after one pass, as it is
-  moesaic show router.moe --stage fuse-score-topk --side-by-side the IR before and after it
-  moesaic show router.moe --side-by-side                         each op beside the CUDA made from it
+  moesaic show router.moe                                      every stage, then the CUDA
+  moesaic show router.moe --side-by-side                       each op beside its CUDA
+  moesaic show router.moe --stage expand-rows                  the IR after one pass, as it is
+  moesaic show router.moe --stage expand-rows --side-by-side   the IR before and after it
 """
 
 
 def add(verbs: Verbs) -> None:
     """Declares the verb."""
-    parser = verbs.add("show", run, "show the IR after each pass and the CUDA, op by op", _EXAMPLES)
+    parser = verbs.add("show", run, "show the IR after each pass and the CUDA, op by op", _EXAMPLES, "FILE")
     parser.add_argument("file", metavar="FILE", help=inputs.FILE_HELP)
     parser.add_argument("--stage", metavar="NAME", help="only this stage: declared, the name of a pass, or cuda")
     parser.add_argument("--side-by-side", action="store_true", help="two columns: op and CUDA, or before and after")
@@ -39,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     module = inputs.read_module(arguments.file, arguments.dtype)
     passes = lowering.passes_for(arguments.pass_pipeline, target)
     try:
-        lowered = lowering.lower(module, target, passes, [VerifyEach()])
+        lowered = lowering.lower(module, passes, [VerifyEach()])
     except MoesaicError as error:
         if error.exit_code != InputError.exit_code:
             raise
@@ -57,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     stages(lowered)
     decisions(lowered)
     for kernel in lowered.kernels:
-        print(console.heading(f"{kernel.symbol}.cu", f"for {target}"))
+        print(console.heading(f"{kernel.symbol}.cu", f"for {lowered.target}"))
         print(text.cuda(kernel.source))
         print()
     return 0
@@ -85,10 +86,14 @@ def decisions(lowered: lowering.Lowered) -> None:
     if lowered.context.remarks or lowered.context.warnings:
         print(console.heading("decisions"))
         for line in lowered.context.remarks:
-            print(f"- {line}")
+            print(_item(line))
         for line in lowered.context.warnings:
-            print(f"- {console.styled('warning:', 'bold', 'yellow')} {line}")
+            print(_item(f"warning: {line}"))
         print()
+
+
+def _item(line: str) -> str:
+    return textwrap.fill(line, console.width(), initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False)
 
 
 def _one_stage(lowered: lowering.Lowered, name: str, side_by_side: bool) -> None:

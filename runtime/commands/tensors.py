@@ -162,11 +162,18 @@ def _nudged(function: Function, inputs: Tensors, rows: torch.Tensor) -> Iterator
             wide = tensor.float()
             finite = torch.isfinite(wide)
             largest = wide[finite].abs().max() if bool(finite.any()) else wide.new_zeros(())
-            # A function of the value: equal values stay equal.
-            noise = torch.sin(wide.double() * 1e4 * (number + 1) + number).float()
+            noise = _noise(wide, number)
             nudged[name] = torch.where(finite, wide + _NUDGE * largest.clamp_min(0.1) * noise, wide)
         with torch.no_grad():
             yield dict(zip(function.result_names, evaluate(function, nudged), strict=True))
+
+
+def _noise(values: torch.Tensor, number: int) -> torch.Tensor:
+    """Numbers in [-1, 1) that look random but follow from the value alone: equal values stay equal."""
+    bits = (values + 0.0).contiguous().view(torch.int32).long() & 0xFFFFFFFF  # + 0.0: -0 is 0
+    mixed = (bits ^ (bits >> 15)) * (2 * number + 0x2C1B3C6D) & 0xFFFFFFFF
+    mixed = (mixed ^ (mixed >> 12)) * 0x297A2D39 & 0xFFFFFFFF
+    return ((mixed ^ (mixed >> 15)).double() / 2**31 - 1.0).float()
 
 
 def _finding(

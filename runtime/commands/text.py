@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import hashlib
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -34,21 +33,22 @@ def readable_difference(before: str, after: str, *, context: int = 1) -> list[st
 
 
 def _line_keys(lines: Iterable[str]) -> list[str]:
-    """A key for each line that is the same for the same computation, however its unnamed values are numbered."""
-    meaning: dict[str, str] = {}
+    """A key for each line in which unnamed values stand for the op that makes them, not for their number."""
+    maker: dict[str, str] = {}
     keys = []
     for line in lines:
         line = line.strip()
         match = _ASSIGNMENT.fullmatch(line)
         targets, body = match.groups() if match else ("", line)
-        body = _NUMBERED.sub(lambda m: meaning.get(m[1], m[0]), body)
+        body = _NUMBERED.sub(lambda m: maker.get(m[1], m[0]), body)
         for position, name in enumerate(_NUMBERED.findall(targets)):
-            meaning[name] = "%" + hashlib.sha256(f"{body} {position}".encode()).hexdigest()[:12]
+            maker[name] = f"%{body.split(' ', 1)[0]}#{position}"
         keys.append(f"{_NUMBERED.sub('%', targets)} = {body}")
     return keys
 
 
 def _shortened(lines: list[str], context: int, *, first: bool, last: bool) -> list[str]:
+    lines = [line for line in lines if line.strip()]
     head = [] if first else lines[:context]
     tail = [] if last else lines[max(len(head), len(lines) - context) :]
     hidden = len(lines) - len(head) - len(tail)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import json
+import platform
 import re
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from moesaic.ir.errors import InputError, KernelCompileError, ToolchainError
-from moesaic.runtime.emulator import store, toolchain
+from moesaic.runtime import cache
+from moesaic.runtime.emulator import toolchain
 from moesaic.runtime.emulator.launch import EmulatedKernel
 
 # -O1 gives the least of compiling plus running. Frame pointers and line tables lead a report from a helper to the
@@ -37,10 +41,11 @@ _KERNEL_FLAGS = (
 )
 _RUNTIME_FLAGS = ("-O2", "-DNDEBUG")
 _SHOWN_LINES = 30
+_LIBRARY = "library.so"
 
 _lock = threading.Lock()
 _runtimes: dict[str, tuple[ctypes.CDLL, Path]] = {}
-_kernels: dict[tuple[str, str], EmulatedKernel] = {}
+_kernels: dict[Path, EmulatedKernel] = {}
 
 
 def build(
@@ -69,45 +74,54 @@ def build(
 
     definitions = tuple(f"-D{name}={value}" for name, value in sorted((defines or {}).items()))
     flags = (*_COMMON_FLAGS, *_KERNEL_FLAGS, *compiler.kernel_flags, *definitions)
-    root = store.cache_root()
     with _lock:
-        runtime_key, runtime_path = _runtime(compiler, root)
-    description = {
-        "kind": "kernel",
-        "kernel": kernel_name,
-        "source": source,
-        "headers": toolchain.digest_of_directories([*own_dirs, *cuda_dirs]),
-        "runtime": runtime_key,
-        "compiler": [*compiler.command, compiler.version],
-        "flags": flags,
-    }
-    key = store.key_of(description)
-    library = store.find(root, key)
-    if library is None:
-        # Outside the lock: threads may compile side by side; two that compile the same text replace like with like.
-        includes = [f"-I{path}" for path in (toolchain.SHIM_INCLUDE_DIR, *own_dirs, *cuda_dirs)]
-        library = _compile_kernel(
-            compiler, root, key, source, kernel_name, [*flags, *includes], runtime_path, description
-        )
-        known = None
-    else:
-        known = _kernels.get((str(root), key))
+        runtime_key, runtime_path = _runtime(compiler)
+    key = _key(
+        compiler,
+        flags,
+        symbol=kernel_name,
+        source_sha256=cache.sha256(source),
+        headers=toolchain.digest_of_directories([*own_dirs, *cuda_dirs]),
+        runtime=runtime_key,
+    )
+    includes = [f"-I{path}" for path in (toolchain.SHIM_INCLUDE_DIR, *own_dirs, *cuda_dirs)]
+    library = _library(
+        key, lambda: _compile_kernel(compiler, source, kernel_name, [*flags, *includes], runtime_path)
+    )  # outside the lock: threads may compile side by side
+    known = _kernels.get(library)
     if known is None:
         known = EmulatedKernel(kernel_name, ctypes.CDLL(str(library)), library, library.with_name(f"{kernel_name}.cu"))
-        _kernels[str(root), key] = known
+        known = _kernels.setdefault(library, known)
     return known
 
 
+def _key(compiler: toolchain.Compiler, flags: Sequence[str], **more: str) -> cache.LibraryKey:
+    return cache.LibraryKey(
+        target=platform.machine(),
+        flags=tuple(flags),
+        compiler=compiler.version,
+        command_sha256=cache.sha256(json.dumps(compiler.command)),
+        **more,
+    )
+
+
+def _library(key: cache.LibraryKey, make: Callable[[], cache.Content]) -> Path:
+    """Where the library of a key lies, built or taken from the cache."""
+    try:
+        folder = cache.obtain(key, make, on_disk=True).folder
+    except OSError as error:
+        raise ToolchainError(f"the emulator has no folder to build in: {error}") from error
+    if folder is None:
+        raise ToolchainError(
+            "the emulator's libraries can be written neither into the cache nor into a temporary folder: free some "
+            "space, or set MOESAIC_CACHE_DIR or TMPDIR"
+        )
+    return folder / _LIBRARY
+
+
 def _compile_kernel(
-    compiler: toolchain.Compiler,
-    root: Path,
-    key: str,
-    source: str,
-    kernel_name: str,
-    flags: Sequence[str],
-    runtime_path: Path,
-    description: Mapping[str, object],
-) -> Path:
+    compiler: toolchain.Compiler, source: str, kernel_name: str, flags: Sequence[str], runtime_path: Path
+) -> cache.Content:
     file_name = f"{kernel_name}.cu"
     entry = f'#include "{file_name}"\n#include "moesaic_emulate/entry.h"\nMOESAIC_EMULATE_ENTRY({kernel_name})\n'
     with tempfile.TemporaryDirectory(prefix="moesaic-build-") as temporary:
@@ -121,19 +135,20 @@ def _compile_kernel(
             "moesaic_emulate/shim.h",
             "entry.cpp",
             "-o",
-            store.LIBRARY_NAME,
+            _LIBRARY,
             # The runtime is loaded before, by its full path; the loader finds it again by its soname.
             str(runtime_path),
         ]
+        start = time.perf_counter()
         result = compiler.run(command, folder)
         if result.returncode != 0:
-            saved = store.save_rejected(root, key, file_name, source)
+            saved = cache.save_rejected(kernel_name, source)
             raise KernelCompileError(
                 f"the host compiler rejected kernel {kernel_name!r} for the emulator; source saved as {saved}\n"
                 + _first_errors(result.stderr)
             )
-        shown = {name: value for name, value in description.items() if name != "source"}
-        return store.publish(root, key, folder / store.LIBRARY_NAME, shown, {file_name: source})
+        files = {_LIBRARY: (folder / _LIBRARY).read_bytes(), file_name: source.encode()}
+        return cache.Content(files, {"seconds": round(time.perf_counter() - start, 4)})
 
 
 def _first_errors(text: str) -> str:
@@ -147,41 +162,45 @@ def _first_errors(text: str) -> str:
     return "\n".join(shown)
 
 
-def _runtime(compiler: toolchain.Compiler, root: Path) -> tuple[str, Path]:
-    """The emulator's own library (scheduler, checks, reports), loaded: its key and its path."""
+def _runtime(compiler: toolchain.Compiler) -> tuple[str, Path]:
+    """The emulator's own library (scheduler, checks, reports), loaded: the digest of its key, and its path."""
     flags = (*_COMMON_FLAGS, *_RUNTIME_FLAGS)
-    description = {
-        "kind": "runtime",
-        "sources": toolchain.digest_of_directories([toolchain.RUNTIME_SOURCE_DIR, toolchain.SHIM_INCLUDE_DIR]),
-        "compiler": [*compiler.command, compiler.version],
-        "flags": flags,
-    }
-    key = store.key_of(description)
-    if key in _runtimes and _runtimes[key][1].is_file():
-        return key, _runtimes[key][1]
-    library = store.find(root, key)
-    if library is None:
-        sources = sorted(toolchain.RUNTIME_SOURCE_DIR.glob("*.cpp"))
-        with tempfile.TemporaryDirectory(prefix="moesaic-build-") as temporary:
-            folder = Path(temporary)
-            command = [
-                *flags,
-                f"-ffile-prefix-map={toolchain.PACKAGE_DIR}=.",
-                f"-I{toolchain.SHIM_INCLUDE_DIR}",
-                *map(str, sources),
-                f"-Wl,-soname,libmoesaic_emulator_{key[:16]}.so",
-                "-o",
-                store.LIBRARY_NAME,
-            ]
-            result = compiler.run(command, folder)
-            if result.returncode != 0:
-                raise ToolchainError(
-                    f"{' '.join(compiler.command)} ({compiler.version}) cannot build the emulator's runtime:\n"
-                    + _first_errors(result.stderr)
-                )
-            library = store.publish(root, key, folder / store.LIBRARY_NAME, description, {})
-    if key in _runtimes:  # built anew because its file is gone; what is loaded stays
-        _runtimes[key] = (_runtimes[key][0], library)
+    key = _key(
+        compiler,
+        flags,
+        symbol="runtime",
+        source_sha256=toolchain.digest_of_directories([toolchain.RUNTIME_SOURCE_DIR]),
+        headers=toolchain.digest_of_directories([toolchain.SHIM_INCLUDE_DIR]),
+    )
+    digest = key.digest
+    if digest in _runtimes and _runtimes[digest][1].is_file():
+        return digest, _runtimes[digest][1]
+    library = _library(key, lambda: _compile_runtime(compiler, flags, digest))
+    if digest in _runtimes:  # built anew because its file is gone; what is loaded stays
+        _runtimes[digest] = (_runtimes[digest][0], library)
     else:
-        _runtimes[key] = (ctypes.CDLL(str(library)), library)
-    return key, library
+        _runtimes[digest] = (ctypes.CDLL(str(library)), library)
+    return digest, library
+
+
+def _compile_runtime(compiler: toolchain.Compiler, flags: Sequence[str], digest: str) -> cache.Content:
+    with tempfile.TemporaryDirectory(prefix="moesaic-build-") as temporary:
+        folder = Path(temporary)
+        command = [
+            *flags,
+            f"-ffile-prefix-map={toolchain.PACKAGE_DIR}=.",
+            f"-I{toolchain.SHIM_INCLUDE_DIR}",
+            *map(str, sorted(toolchain.RUNTIME_SOURCE_DIR.glob("*.cpp"))),
+            f"-Wl,-soname,libmoesaic_emulate_{digest[:16]}.so",
+            "-o",
+            _LIBRARY,
+        ]
+        start = time.perf_counter()
+        result = compiler.run(command, folder)
+        if result.returncode != 0:
+            raise ToolchainError(
+                f"{' '.join(compiler.command)} ({compiler.version}) cannot build the emulator's runtime:\n"
+                + _first_errors(result.stderr)
+            )
+        content = (folder / _LIBRARY).read_bytes()
+        return cache.Content({_LIBRARY: content}, {"seconds": round(time.perf_counter() - start, 4)})

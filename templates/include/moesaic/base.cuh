@@ -50,6 +50,7 @@ template <>
 struct Word<16> { using type = uint4; };
 
 __host__ __device__ constexpr int smaller(int a, int b) { return a < b ? a : b; }
+__device__ __forceinline__ long long at_most(long long a, long long b) { return a < b ? a : b; }
 
 // The emulator checks every access against the buffers of the launch.
 __device__ __forceinline__ void check_access(const void* address, unsigned bytes, bool write) {

@@ -104,29 +104,34 @@ __device__ __forceinline__ float row_max(const float (&x)[R::kSlots], int lane) 
   return lanes_max<R::kLanes>(best);
 }
 
-// A row of global memory into registers and back; kAlign is what the row's address is known to be aligned to, bytes.
+// A row of global memory into registers as it is stored; kAlign is what the row's address is aligned to, in bytes.
 template <class R, int kAlign, typename T>
-__device__ __forceinline__ void load_row(const T* row, float (&x)[R::kSlots], int lane) {
+__device__ __forceinline__ void fetch_row(const T* row, T (&stored)[R::kSlots], int lane) {
 #pragma unroll
   for (int c = 0; c < R::kChunks; ++c) {
-    T values[R::kVec];
-    const bool live = R::live(c * R::kVec, lane);
-    if (live) load<R::kVec, kAlign>(row + R::column(c * R::kVec, lane), values);
+    T values[R::kVec] = {};
+    if (R::live(c * R::kVec, lane)) load<R::kVec, kAlign>(row + R::column(c * R::kVec, lane), values);
 #pragma unroll
-    for (int j = 0; j < R::kVec; ++j) x[c * R::kVec + j] = live ? to_float(values[j]) : 0.0f;
+    for (int j = 0; j < R::kVec; ++j) stored[c * R::kVec + j] = values[j];
   }
 }
 
+template <int kSlots, typename T>
+__device__ __forceinline__ void widen(const T (&stored)[kSlots], float (&x)[kSlots]) {
+#pragma unroll
+  for (int i = 0; i < kSlots; ++i) x[i] = to_float(stored[i]);
+}
+
+// Fetches and widens; dead slots become 0.
+template <class R, int kAlign, typename T>
+__device__ __forceinline__ void load_row(const T* row, float (&x)[R::kSlots], int lane) {
+  T stored[R::kSlots];
+  fetch_row<R, kAlign>(row, stored, lane);
+  widen(stored, x);
+}
 template <class R, int kAlign>
 __device__ __forceinline__ void load_row(const int* row, int (&x)[R::kSlots], int lane) {
-#pragma unroll
-  for (int c = 0; c < R::kChunks; ++c) {
-    int values[R::kVec];
-    const bool live = R::live(c * R::kVec, lane);
-    if (live) load<R::kVec, kAlign>(row + R::column(c * R::kVec, lane), values);
-#pragma unroll
-    for (int j = 0; j < R::kVec; ++j) x[c * R::kVec + j] = live ? values[j] : 0;
-  }
+  fetch_row<R, kAlign>(row, x, lane);
 }
 
 template <typename T>

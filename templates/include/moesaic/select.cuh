@@ -11,16 +11,25 @@ namespace moesaic {
 
 using Wide = unsigned long long;
 
-// Bits of a float such that a larger value has the larger unsigned number. NaN gives 1: below -inf, above 0.
-__device__ __forceinline__ unsigned ordered_bits(float x) {
-  unsigned bits = __float_as_uint(x + 0.0f);                      // -0 + 0 is +0: the two are one value
-  bits ^= static_cast<unsigned>(static_cast<int>(bits) >> 31) | 0x80000000u;
-  return x != x ? 1u : bits;
+// Bits of a float such that a larger value has the larger unsigned number, but NaN, which comes above +inf.
+__device__ __forceinline__ unsigned sortable_bits(float x) {
+  // Adding 0 makes -0 to +0 and, on a GPU, every NaN to the one with all bits set but the sign.
+  unsigned bits = __float_as_uint(x + 0.0f);
+#ifdef MOESAIC_EMULATE
+  if (x != x) bits = 0x7fffffffu;
+#endif
+  return bits ^ (static_cast<unsigned>(static_cast<int>(bits) >> 31) | 0x80000000u);
 }
-__device__ __forceinline__ float from_ordered_bits(unsigned ordered) {
-  if (ordered <= 1) return not_a_number();
-  return __uint_as_float(ordered & 0x80000000u ? ordered ^ 0x80000000u : ~ordered);
+__device__ __forceinline__ float from_sortable_bits(unsigned bits) {
+  return __uint_as_float(bits & 0x80000000u ? bits ^ 0x80000000u : ~bits);
 }
+
+// A turn of the number circle brings +inf to its end and NaN to its start, below -inf and above 0.
+constexpr unsigned kTurn = 0x007fffffu;
+constexpr unsigned kTurnOfUpperHalf = 0x007f0000u;
+
+__device__ __forceinline__ unsigned ordered_bits(float x) { return sortable_bits(x) + kTurn; }
+__device__ __forceinline__ float from_ordered_bits(unsigned ordered) { return from_sortable_bits(ordered - kTurn); }
 
 // How values of a storage type are ranked. Key: what a slot of a row is ranked by. Pick: key and column of a pick.
 template <typename T>
@@ -58,13 +67,12 @@ struct PackedRank {
 template <>
 struct Rank<__nv_bfloat16> : PackedRank<__nv_bfloat16> {
   static __device__ __forceinline__ Key make(float value, int column) {
-    // A bf16 is the upper half of a float; of NaN's 1 and of what inverting leaves below, nothing stays.
-    return (ordered_bits(value) & 0xffff0000u) | static_cast<unsigned>(0xffff - column);
+    // A bf16 is the upper half of a float; inverting a negative one leaves ones below, which are masked off.
+    return (sortable_bits(value) & 0xffff0000u) + (kTurnOfUpperHalf | static_cast<unsigned>(0xffff - column));
   }
   static __device__ __forceinline__ float value(Pick pick) {
-    const unsigned ordered = pick & 0xffff0000u;
-    if (ordered == 0) return not_a_number();
-    return __uint_as_float(ordered & 0x80000000u ? ordered ^ 0x80000000u : ~ordered & 0xffff0000u);
+    const unsigned bits = (pick & 0xffff0000u) - kTurnOfUpperHalf;
+    return __uint_as_float(bits & 0x80000000u ? bits ^ 0x80000000u : ~bits & 0xffff0000u);
   }
 };
 
@@ -104,20 +112,27 @@ __device__ __forceinline__ void merge_bitonic(Key (&keys)[N]) {
   }
 }
 
-// Batcher's odd-even merge sort: fewer exchanges than the bitonic sort.
-template <int N, typename Key>
-__device__ __forceinline__ void sort_descending(Key (&keys)[N]) {
+// Batcher's odd-even merge sort: fewer exchanges than the bitonic sort. The recursion makes every index a constant;
+// nested loops of this depth would not be unrolled, and the keys would move to local memory.
+template <int kRun, int kStride, int N, typename Key>
+__device__ __forceinline__ void sort_steps(Key (&keys)[N]) {
+  if constexpr (kRun < N) {
 #pragma unroll
-  for (int run = 1; run < N; run *= 2) {
-#pragma unroll
-    for (int stride = run; stride > 0; stride /= 2) {
-#pragma unroll
-      for (int i = 0; i < N - stride; ++i) {
-        const bool starts = stride == run ? (i & run) == 0 : (i % (2 * stride)) >= stride;
-        if (starts && i / (2 * run) == (i + stride) / (2 * run)) order_descending(keys[i], keys[i + stride]);
-      }
+    for (int i = 0; i < N - kStride; ++i) {
+      const bool starts = kStride == kRun ? (i & kRun) == 0 : (i % (2 * kStride)) >= kStride;
+      if (starts && i / (2 * kRun) == (i + kStride) / (2 * kRun)) order_descending(keys[i], keys[i + kStride]);
+    }
+    if constexpr (kStride > 1) {
+      sort_steps<kRun, kStride / 2>(keys);
+    } else {
+      sort_steps<kRun * 2, kRun * 2>(keys);
     }
   }
+}
+
+template <int N, typename Key>
+__device__ __forceinline__ void sort_descending(Key (&keys)[N]) {
+  sort_steps<1, 1>(keys);
 }
 
 // best = the N largest of best and other, both sorted; sorted again.
@@ -227,6 +242,29 @@ __device__ __forceinline__ void top_k_merge(const typename R::Key (&keys)[Expert
   }
 }
 
+// The picks of a row in shared memory by rounds of maxima: few registers and little code, for the rare case.
+template <class R, class Experts, class Picks>
+__device__ __forceinline__ void top_k_rounds_shared(const unsigned* shared_row, int lane, Wide (&picked)[Picks::kSlots],
+                                                    Wide& last) {
+  last = ~Wide(0);
+#pragma unroll
+  for (int p = 0; p < Picks::kSlots; ++p) {
+    picked[p] = 0;
+#pragma unroll 1
+    for (int source = 0; source < Picks::kLanes; ++source) {
+      if (Picks::column(p, source) >= Picks::kColumns) break;
+      Wide best = 0;
+#pragma unroll 1
+      for (int column = lane; column < Experts::kColumns; column += Experts::kLanes) {
+        const Wide candidate = R::pick(shared_row[column], column);
+        if (candidate < last && candidate > best) best = candidate;
+      }
+      last = lanes_max_key<Experts::kLanes>(best);
+      if (source == lane) picked[p] = last;
+    }
+  }
+}
+
 // By merging sorted lists of bare values, which finds the k-th largest value; the elements that reach it are collected
 // with their columns and sorted. If more than k reach it (a tie at the end), rounds decide.
 // `shared_row` holds a row of keys and `shared_picks` kColumns picks, both the token's own.
@@ -239,10 +277,15 @@ __device__ __forceinline__ void top_k_collect(const unsigned (&keys)[Experts::kS
   merge_best<Experts>(keys, best);
   const unsigned bound = best[Picks::kColumns - 1];
 
+  __syncwarp();  // the picks of the token before have been read
   unsigned reaching = 0;
 #pragma unroll
-  for (int i = 0; i < Experts::kSlots; ++i) reaching |= (keys[i] >= bound ? 1u : 0u) << i;
-  int before = __popc(reaching);                                   // becomes how many lower lanes have
+  for (int i = 0; i < Experts::kSlots; ++i) {
+    reaching |= (keys[i] >= bound ? 1u : 0u) << i;
+    // A register cannot be indexed by a number known only at run time; shared memory can.
+    if (Experts::live(i, lane)) shared_row[Experts::column(i, lane)] = keys[i];
+  }
+  int before = __popc(reaching);                                   // becomes how many the lanes below have
   const int own = before;
 #pragma unroll
   for (int distance = 1; distance < Experts::kLanes; distance *= 2) {
@@ -251,20 +294,11 @@ __device__ __forceinline__ void top_k_collect(const unsigned (&keys)[Experts::kS
   }
   const int total = __shfl_sync(kAllLanes, before, Experts::kLanes - 1, Experts::kLanes);
   if (__any_sync(kAllLanes, total > Picks::kColumns)) {
-    top_k_rounds<R, Experts, Picks>(keys, lane, picked, last);
+    __syncwarp();
+    top_k_rounds_shared<R, Experts, Picks>(shared_row, lane, picked, last);
     return;
   }
   before -= own;
-  // A register cannot be indexed by a number known only now; a lane reads back only what it wrote itself.
-#pragma unroll
-  for (int c = 0; c < Experts::kChunks; ++c) {
-#pragma unroll
-    for (int j = 0; j < Experts::kVec; ++j) {
-      const int slot = c * Experts::kVec + j;
-      if (Experts::live(slot, lane)) shared_row[Experts::column(slot, lane)] = keys[slot];
-    }
-  }
-  __syncwarp();  // the picks of the token before have been read
   for (unsigned left = reaching; left != 0; left &= left - 1) {
     const int column = Experts::column(__ffs(static_cast<int>(left)) - 1, lane);
     shared_picks[before++] = R::pick(shared_row[column], column);
