@@ -51,7 +51,7 @@ $(VENV)/.demo-stamp: pyproject.toml constraints.txt
 	@echo "setup: installing PyTorch (a few minutes where it has to be downloaded)" >&2
 	@$(PIP) torch
 	@echo "setup: installing moesaic and what it needs" >&2
-	@$(PIP) --editable '.[torch,cli,emulate]'
+	@$(PIP) --editable '.[torch,cli,emulate,models]'
 	@touch $@
 
 $(VENV)/.test-stamp: $(VENV)/.demo-stamp

@@ -96,7 +96,7 @@ class _Emitter:
             self.out.body.append(section)
         self._outputs()
         parameters = vars(self.out) | {
-            "bounds": ", ".join(["kThreads", *([self.config["resident"]] if "resident" in self.config else [])]),
+            "bounds": f"kThreads, /*blocks per multiprocessor, at least=*/{self.config['resident']}",
             "setup": _indented(_spaced(self.out.setup), 2),
             "body": [line for section in self.out.body for line in _indented(["", *section], 4)],
             "finish": _indented(self.out.finish, 2),

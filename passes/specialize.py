@@ -38,7 +38,7 @@ class Specialize(Pass):
         lanes, threads: override the rule for row programs (0: the rule decides).
         select: override how a top-k selects: merge, rounds or sort (empty: the rule decides).
         prefetch: override whether a row is fetched while the one before is worked on: on or off (empty: the rule).
-        resident: blocks a multiprocessor should hold at least, which bounds registers (0: no bound).
+        resident: blocks a multiprocessor should hold at least; more of them bound registers.
         alignment: bytes each input of the first function is known to be aligned to (its address and its row stride);
             an input without an entry has 16.
     """
@@ -52,7 +52,7 @@ class Specialize(Pass):
     threads: int = 0
     select: str = ""
     prefetch: str = ""
-    resident: int = 0
+    resident: int = 1
     alignment: tuple[int, ...] = ()
 
     def run(self, module: Module, context: PassContext) -> bool:
@@ -102,7 +102,7 @@ class Specialize(Pass):
             "threads": str(threads),
             "grid": "persistent" if columns or prefetch == "on" else "cover",
             "prefetch": prefetch,
-            **({"resident": str(self.resident)} if self.resident else {}),
+            "resident": str(self.resident),
             **select,
             "alignment": ",".join(map(str, alignment)),
         }

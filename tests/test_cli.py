@@ -241,7 +241,7 @@ def test_faults_found_by_passes_have_a_place(moesaic: Invoke, tmp_path: Path) ->
 
 
 def test_split_input_file(moesaic: Invoke, tmp_path: Path) -> None:
-    file = write(tmp_path / "parts.moe", f"// first\n{SMALL}// -----\n{WRONG}// -----\n\n{SMALL}")
+    file = write(tmp_path / "parts.moe", f"// first\n{SMALL}// -----\n{WRONG}// -----\n\n{SMALL}// -----\n\n")
     code, out, err = moesaic("opt", file, "--split-input-file", "-p", "cse")
     assert code == 1
     assert out == f"{SMALL}// -----\n{SMALL}"

@@ -69,7 +69,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "message"), BAD, ids=lambda x: str(x)[:40])
+@pytest.mark.parametrize(("arguments", "message"), BAD)
 def test_bad_arguments(arguments, message):
     with pytest.raises(InputError) as caught:
         mo.Router(**{**BASE, **arguments})
@@ -243,7 +243,7 @@ def ranked(**options):
     return next(op for op in module.walk() if op.name == "row.topk"), module
 
 
-@pytest.mark.parametrize("score", RANKED_ON_LOGITS, ids=str)
+@pytest.mark.parametrize("score", RANKED_ON_LOGITS)
 def test_ranking_on_logits(score):
     """Only where the score is strictly increasing and nothing is added to it."""
     topk, module = ranked(score=score)
@@ -255,7 +255,7 @@ def test_ranking_on_logits(score):
         assert topk.x.name == ("selection" if "selection_bias" in options else "scores")
 
 
-@pytest.mark.parametrize("score", RANKED_ON_SCORE, ids=str)
+@pytest.mark.parametrize("score", RANKED_ON_SCORE)
 def test_ranking_on_the_score(score):
     topk, _ = ranked(score=score)
     assert topk.x.name == "scores"

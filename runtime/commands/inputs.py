@@ -43,11 +43,13 @@ def read_source(file: str) -> Source:
 
 
 def split(source: Source) -> Iterator[Source]:
-    """The parts between lines that say ``// -----``; each keeps its line numbers in the whole file."""
+    """The parts between lines that say ``// -----``, empty ones left out; each keeps its line numbers in the file."""
     lines = source.text.splitlines(keepends=True)
     start = 0
     for end in [*(i for i, line in enumerate(lines) if line.rstrip() == SPLIT_MARK), len(lines)]:
-        yield Source("\n" * start + "".join(lines[start:end]), source.name)
+        part = "".join(lines[start:end])
+        if part.strip():
+            yield Source("\n" * start + part, source.name)
         start = end + 1
 
 

@@ -15,6 +15,7 @@ from moesaic.ir import environment
 from moesaic.ir.errors import InternalError, MoesaicError
 from moesaic.passes.instruments import REPRODUCER_MARK, CrashReproducer
 from moesaic.passes.manager import Pass
+from moesaic.runtime import folders
 
 FOLDER = "reproducers"
 _NOTE = "reproducer: "
@@ -42,7 +43,9 @@ def write(error: BaseException, text: str) -> None:
     """Keeps `text`, named by its content, and notes on `error` where."""
     path = folder() / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.moe"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folders.make_private(
+            path.parent
+        )  # it may be the first to make the cache, which distrusts what others can write
         path.write_text(text, encoding="utf-8")
     except OSError as problem:
         error.add_note(f"a reproducer could not be written: {problem}")
@@ -68,6 +71,8 @@ class Reproduce(CrashReproducer):
             digest = hashlib.sha256(f"{current}\n{self._before}".encode()).hexdigest()[:16]
             self.path = folder() / f"{digest}.moe"
         try:
+            if self._chosen is None:
+                folders.make_private(self.path.parent)
             super().on_failure(index, current, passes, error)
         except OSError as problem:
             error.add_note(f"a reproducer could not be written: {problem}")
