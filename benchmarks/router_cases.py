@@ -286,5 +286,5 @@ def _close(name: str, found: Tensor, expected: Tensor, tolerance: float) -> None
         ratio = (error / allowed).nan_to_num(nan=float("inf"))
         token = int(ratio.argmax())
         raise WrongResult(
-            f"{name} of ours: token {token} is off by {float(error[token]):.3g} where {float(allowed[token]):.3g} is allowed"
+            f"{name} of ours: token {token} is off by {float(error[token]):.3g}, allowed is {float(allowed[token]):.3g}"
         )

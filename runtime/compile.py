@@ -83,7 +83,9 @@ def signature_of(handle: str) -> Signature:
         first = function.arguments[0].type
         columns = first.shape[-1] if first.rank == 2 else None
         if not isinstance(columns, int):
-            raise InputError(f"the first input of @{function.name} must be rows [T, E] with a constant E, found {first}")
+            raise InputError(
+                f"the first input of @{function.name} must be rows [T, E] with a constant E, found {first}"
+            )
         found = _signatures[handle] = Signature(
             program=program,
             inputs=tuple((a.name, a.type) for a in function.arguments),
@@ -437,15 +439,21 @@ def _bind(signature: Signature, logits: torch.Tensor, inputs: Mapping[str, torch
     for name, declared in signature.inputs[1:]:
         given = inputs.get(name)
         if given is None:
+            _refuse_undeclared(signature, inputs)  # a slip of the pen is the likeliest reason
             raise InputTypeError(f"input {name!r} ({declared}) is missing")
         tensors.append(_dense_rows(_checked(name, declared, given, rows)))
     if len(inputs) >= len(tensors):
-        known = [n for n, _ in signature.inputs[1:]]
-        unknown = next(n for n in inputs if n not in known)
-        raise InputTypeError(
-            f"input {unknown!r} was not declared{_suggestion(unknown, known)}; declared: {', '.join(known) or 'none'}"
-        )
+        _refuse_undeclared(signature, inputs)
     return tensors
+
+
+def _refuse_undeclared(signature: Signature, inputs: Mapping[str, torch.Tensor]) -> None:
+    known = [n for n, _ in signature.inputs[1:]]
+    for name in inputs:
+        if name not in known:
+            raise InputTypeError(
+                f"input {name!r} was not declared{_suggestion(name, known)}; declared: {', '.join(known) or 'none'}"
+            )
 
 
 # torch.compile cannot trace a search for near misses, and would report that in place of our error.
@@ -469,7 +477,8 @@ def _checked(name: str, declared: TensorType, given: object, rows: torch.Tensor)
         raise InputError(f"{name} must have shape {expected}, found {list(given.shape)}")
     wide = given.dtype == torch.float64 and rows.dtype == torch.float64
     if given.dtype != TORCH_DTYPES[declared.dtype] and not wide:
-        found = str(given.dtype).removeprefix("torch.")
+        known = _DTYPES.get(given.dtype)
+        found = known.public_name if known is not None else str(given.dtype).removeprefix("torch.")
         raise InputError(f"{name} must be {declared.dtype.public_name}, found {found}")
     if given.device != rows.device:
         raise InputError(f"{name} is on {given.device}, but logits are on {rows.device}; move one of them")

@@ -92,12 +92,11 @@ def recorded_calls(monkeypatch: pytest.MonkeyPatch, backend: str) -> list[tuple[
         ("softmax", 5, torch.float32, False),
         ("softmax", 0, torch.float32, False),
         ("softmax", 1, torch.bfloat16, True),
-        ("grouped", 5, torch.bfloat16, False),
         ("grouped", 7, torch.float32, True),
         ("gate_bias", 5, torch.float32, False),
         ("gate_bias", 0, torch.float32, False),
         ("gate_bias", 1, torch.float32, False),
-        ("dense", 5, torch.float16, False),
+        ("dense", 5, torch.float32, False),
         ("user_score", 5, torch.float32, False),
     ],
 )
@@ -312,7 +311,7 @@ def test_another_layer_never_runs_in_a_graph_made_before(backend: str) -> None:
 
 @all_backends
 def test_errors_show_through_torch_compile(backend: str) -> None:
-    """As they are where the graph may break; inside torch's own where it may not."""
+    """As they are where the graph may break; inside torch's own where it may not (and in symbols, with dynamic=True)."""
     device = device_of(backend)
     layer = mo.compile(mo.Router(8, 2, dtype="fp32"), backend=backend)
     logits = torch.randn(3, 8, device=device)
@@ -323,8 +322,9 @@ def test_errors_show_through_torch_compile(backend: str) -> None:
     ):
         with pytest.raises((InputError, InputTypeError), match=re.escape(message)):
             fault(torch.compile(layer, backend="aot_eager"))
+        torch._dynamo.reset()
         with pytest.raises(torch._dynamo.exc.Unsupported, match=re.escape(message)):
-            fault(compiled(layer))
+            fault(compiled(layer, dynamic=None))
 
 
 @all_backends
@@ -353,9 +353,7 @@ def test_export_of_a_module(backend: str, strict: bool) -> None:
     model = Layer(ROUTERS["softmax"], backend).to(device).eval()
     x = torch.randn(5, 8, device=device)
     with torch.no_grad():
-        program = torch.export.export(
-            model, (x,), dynamic_shapes={"x": {0: torch.export.Dim("T")}}, strict=strict
-        )
+        program = torch.export.export(model, (x,), dynamic_shapes={"x": {0: torch.export.Dim("T")}}, strict=strict)
         file = io.BytesIO()
         torch.export.save(program, file)
         file.seek(0)
@@ -732,7 +730,8 @@ def test_checkpointing_routes_alike(reentrant: bool, backend: str) -> None:
     for _ in range(50):
         picked.clear()
         leaf = logits.clone().requires_grad_()
-        again, counted = torch.utils.checkpoint.checkpoint(body, leaf, use_reentrant=reentrant)
+        with torch.utils.checkpoint.set_checkpoint_early_stop(False):
+            again, counted = torch.utils.checkpoint.checkpoint(body, leaf, use_reentrant=reentrant)
         again.backward(sent)
         assert len(picked) == 2
         assert torch.equal(picked[0], picked[1])

@@ -14,7 +14,15 @@ from moesaic.runtime.program import program_by_key
 ROUTERS = {
     "softmax": mo.Router(8, 2, renormalize=True),
     "grouped": mo.Router(
-        16, 4, score="sigmoid", selection_bias=True, groups=4, groups_kept=2, renormalize=True, renorm_eps=1e-20, scale=2.5
+        16,
+        4,
+        score="sigmoid",
+        selection_bias=True,
+        groups=4,
+        groups_kept=2,
+        renormalize=True,
+        renorm_eps=1e-20,
+        scale=2.5,
     ),
     "gate_bias": mo.Router(12, 3, order="topk_then_score", gate_bias=True),
     "dense": mo.Router(8, 2, score="sigmoid", outputs=("probs", "weights", "indices", "counts", "map")),
