@@ -205,12 +205,18 @@ class _Emitter:
         pointer, name = self.parameter_of[argument], self._name(argument)
         ahead = self._unique(f"{name}_ahead")
         fetch = f"moesaic::fetch_row<Experts, /*align=*/{align}>({pointer} + {{token}} * {pointer}_stride, {ahead}, lane);"
-        self.out.setup.append(f"{self._storage(argument)} {ahead}[Experts::kSlots];  // %{argument.name} of the next token")
-        self.out.setup.append("if (tokens > 0) " + fetch.format(token="moesaic::at_most(first_token, tokens - 1)"))
+        self.out.setup += [
+            f"{self._storage(argument)} {ahead}[Experts::kSlots];  // %{argument.name} of the next token",
+            "if (tokens > 0) {",
+            "  " + fetch.format(token="moesaic::at_most(first_token, tokens - 1)"),
+            "}",
+        ]
         return [
             f"float {name}[Experts::kSlots];  // %{argument.name}",
             f"moesaic::widen({ahead}, {name});",
-            fetch.format(token="moesaic::at_most(token + stride, tokens - 1)"),
+            "if (first + stride < tokens) {",
+            "  " + fetch.format(token="moesaic::at_most(token + stride, tokens - 1)"),
+            "}",
         ]
 
     def _align(self, value: Value, align: int) -> int:

@@ -26,6 +26,7 @@ _SHARED_LIMIT = 48 * 1024  # static shared memory of a block, on every target
 # takes more registers a value than ranking 16-bit logits.
 _SLOTS = 32
 _SLOTS_OF_WIDE_RANKS = 16
+_SLOTS_OF_FEW = 8
 _PREFETCH_EXPERTS = 128  # shorter rows leave enough loads in flight as it is
 
 
@@ -39,6 +40,7 @@ class Specialize(Pass):
         select: override how a top-k selects: merge, rounds or sort (empty: the rule decides).
         prefetch: override whether a row is fetched while the one before is worked on: on or off (empty: the rule).
         resident: blocks a multiprocessor should hold at least; more of them bound registers.
+        tokens: few or many: few tokens fill a GPU only if many lanes share one.
         alignment: bytes each input of the first function is known to be aligned to (its address and its row stride);
             an input without an entry has 16.
     """
@@ -53,6 +55,7 @@ class Specialize(Pass):
     select: str = ""
     prefetch: str = ""
     resident: int = 1
+    tokens: str = "many"
     alignment: tuple[int, ...] = ()
 
     def run(self, module: Module, context: PassContext) -> bool:
@@ -74,9 +77,11 @@ class Specialize(Pass):
         vec = _vector(experts, op.region, layouts)
         chunks = _power_of_two(-(-experts // vec))
         wide = any(isinstance(o, row.TopK) and not _packed(o) for o in op.region.ops)
-        slots = _SLOTS_OF_WIDE_RANKS if wide else _SLOTS
+        slots = _SLOTS_OF_FEW if self.tokens == "few" else _SLOTS_OF_WIDE_RANKS if wide else _SLOTS
         lanes = self.lanes or min(32, chunks, max(1, chunks * vec // slots))
         # Membership packs one bit a slot into a word.
+        if self.tokens not in ("few", "many"):
+            raise UnsupportedError(f"specialize: tokens must be few or many, found {self.tokens!r}")
         if lanes not in (1, 2, 4, 8, 16, 32) or chunks * vec // lanes > 32:
             raise UnsupportedError(f"specialize: {lanes} lanes cannot hold a row of {experts} experts")
         select = {}
@@ -86,7 +91,7 @@ class Specialize(Pass):
             elif isinstance(inner, row.GroupLimit):
                 select["groups"] = "lanes" if _groups_in_lanes(inner, experts, vec, lanes) else "shared"
         columns = [o for o in op.region.ops if isinstance(o, col.Count | col.Sum)]
-        threads = self.threads or (256 if columns else 128)
+        threads = self.threads or (64 if self.tokens == "few" else 256 if columns else 128)
         per_token = _shared_bytes_per_token(op.region, experts, chunks * vec, select)
         fixed = sum(4 * experts for o in columns if isinstance(o, col.Count))
         per_warp = 4 * experts if any(isinstance(o, col.Sum) for o in columns) else 0
@@ -95,7 +100,8 @@ class Specialize(Pass):
         alignment = [aligned.get(v, 16) for v in op.operands[: op.reads]]
         # A dense result keeps memory busy with stores, behind which the next row's loads would wait.
         dense = any(layouts[v].kind == "experts" for v in op.region.terminator.operands if v in layouts)
-        prefetch = self.prefetch or ("on" if dense and experts >= _PREFETCH_EXPERTS and "groups" not in select else "off")
+        wanted = dense and experts >= _PREFETCH_EXPERTS and "groups" not in select and self.tokens == "many"
+        prefetch = self.prefetch or ("on" if wanted else "off")
         return {
             "lanes": str(lanes),
             "vec": str(vec),
@@ -135,7 +141,7 @@ def _selection(op: row.TopK, slots: int, lanes: int) -> str:
     sort = runs * listed * depth * (depth + 1) // 2
     keep = listed * (1 + depth)
     merge = sort + (runs - 1 + steps) * keep + steps * listed * 2 + (0 if packed else 4 * slots + 60)
-    rounds = picks * ((2 if packed else 6) * slots + (4 if packed else 10) * steps)
+    rounds = picks * ((4 if packed else 7) * slots + (4 if packed else 10) * steps)
     return "merge" if listed <= 16 and merge <= rounds else "rounds"
 
 

@@ -20,7 +20,7 @@ from moesaic.ir.core import Module
 from moesaic.ir.declare import Router
 from moesaic.ir.errors import InputError, InputTypeError, UnsupportedError, suggestion
 from moesaic.ir.types import Affine, DType, TensorType
-from moesaic.runtime.execute import RUNNERS, compiled_kernel
+from moesaic.runtime.execute import RUNNERS, Runner, compiled_kernel
 from moesaic.runtime.program import Executable, Program, program_by_key, program_of
 from moesaic.runtime.reference import TORCH_DTYPES, evaluate
 
@@ -211,7 +211,7 @@ class CompiledLayer:
     def warmup(
         self, device: torch.device | str = "cuda", *, dtype: torch.dtype | str | None = None, backward: bool = True
     ) -> None:
-        """Lowers, compiles and loads everything a call needs, for contiguous inputs on a device and any number of tokens.
+        """Lowers, compiles and loads everything a call needs, for contiguous inputs on a device, whatever T.
 
         Call it before capturing a CUDA graph.
 
@@ -221,9 +221,14 @@ class CompiledLayer:
             backward: also prepare the backward functions: with a cotangent for every float result, and for each alone.
         """
         program = self._program(DType.parse(dtype) if dtype is not None else None)
+        for tokens in (1, Runner.few_tokens + 1):
+            self._warm_up(program, tokens, device, backward)
+
+    def _warm_up(self, program: Program, tokens: int, device: torch.device | str, backward: bool) -> None:
+        """Calls the layer on zeros, forward and backward, so that everything it needs is there."""
         made = {}
         for argument in program.function.arguments:
-            shape = [1 if isinstance(d, Affine) else d for d in argument.type.shape]
+            shape = [tokens if isinstance(d, Affine) else d for d in argument.type.shape]
             made[argument.name] = torch.zeros(shape, dtype=TORCH_DTYPES[argument.type.dtype], device=device)
         first, *rest = made.items()
         with torch.no_grad():
@@ -366,7 +371,7 @@ def _restore(declared: Router | str, target: str | None, backend: str) -> Compil
 
 @functools.cache
 def _result_type(names: tuple[str, ...]) -> type[Any]:
-    return namedtuple("Routing", names)  # noqa: PYI024 - the fields are the function's results
+    return namedtuple("Routing", names)
 
 
 @functools.lru_cache(maxsize=1024)

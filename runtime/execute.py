@@ -41,6 +41,14 @@ def alignments(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
     return tuple(found)
 
 
+def _tokens(inputs: Sequence[torch.Tensor]) -> int:
+    """T: the rows of the first input that has rows."""
+    for tensor in inputs:
+        if tensor.dim() == 2:
+            return tensor.shape[0]
+    return 0
+
+
 class Loaded:
     """A kernel that is ready to launch on one device."""
 
@@ -148,7 +156,14 @@ def _blocks(kernel: GeneratedKernel, tokens: int, most: int) -> int:
 
 
 class Runner:
-    """Executes programs for one backend. Subclasses say how kernels are loaded and what memory looks like."""
+    """Executes programs for one backend. Subclasses say how kernels are loaded and what memory looks like.
+
+    Kernels come in two buckets of T, for few tokens and for many, which differ in speed only: few spread a token over
+    more lanes, or a GPU would stand half empty. Two buckets also bound how often a layer is compiled.
+    """
+
+    few_tokens = 8192
+    """Up to so many tokens are few."""
 
     def __init__(self) -> None:
         self._prepared: dict[tuple[Any, ...], Prepared] = {}
@@ -159,7 +174,8 @@ class Runner:
     ) -> list[torch.Tensor]:
         """Runs ``forward``, ``training`` or ``backward`` of a program; gives the function's results in order."""
         index = inputs[0].get_device()
-        key = (program.key, kind, cotangents, index, alignments(inputs))
+        bucket = "few" if _tokens(inputs) <= self.few_tokens else "many"
+        key = (program.key, kind, cotangents, index, bucket, alignments(inputs))
         prepared = self._prepared.get(key)
         if prepared is None:
             prepared = self._prepare(key, program, inputs[0].device)
@@ -169,8 +185,8 @@ class Runner:
         with self._preparing.holding(key):  # other layers may compile at the same time
             if key not in self._prepared:
                 self.check_may_compile()
-                _, kind, cotangents, _, aligned = key
-                executable = program.executable(kind, self.target(device).name, aligned, cotangents)
+                _, kind, cotangents, _, bucket, aligned = key
+                executable = program.executable(kind, self.target(device).name, aligned, cotangents, bucket)
                 self._prepared[key] = Prepared(executable, [self.load(k, device) for k in executable.kernels], self)
             return self._prepared[key]
 
@@ -230,6 +246,8 @@ class _CudaKernel(Loaded):
 
 class EmulatedRunner(Runner):
     """Runs the same kernel text on the CPU. Memory is poisoned, and every access is checked against its buffer."""
+
+    few_tokens = 24  # the kernels for many tokens have to be seen on small inputs, too
 
     order: int | None = None
     """Order of lanes and blocks, see the emulator; tests shuffle it."""

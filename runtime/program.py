@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import moesaic
+from moesaic import __version__
 from moesaic.codegen.generate import generate_kernels
 from moesaic.codegen.kernel import GeneratedKernel
 from moesaic.ir import environment
@@ -54,7 +54,7 @@ class Program:
         self._lock = threading.RLock()
         self._lowered: dict[str, Lowered] = {}
         self._differentiable: dict[tuple[str, ...], frozenset[str]] = {}
-        self._executables: dict[tuple[str, str, str, tuple[int, ...]], Executable] = {}
+        self._executables: dict[tuple[str, str, str, tuple[int, ...], str], Executable] = {}
 
     @property
     def function(self) -> Function:
@@ -123,20 +123,28 @@ class Program:
         return self.lower("training" if training else "forward").module.entry
 
     def executable(
-        self, kind: str, target: str, alignment: tuple[int, ...], cotangents: tuple[str, ...] = ()
+        self,
+        kind: str,
+        target: str,
+        alignment: tuple[int, ...],
+        cotangents: tuple[str, ...] = (),
+        tokens: str = "many",
     ) -> Executable:
-        """Plan and kernel text of ``forward``, ``training`` (its forward function) or ``backward``."""
-        key = (kind, ",".join(cotangents), target, alignment)
+        """Plan and kernel text of ``forward``, ``training`` (its forward function) or ``backward``.
+
+        `tokens` is the bucket of T, ``few`` or ``many``.
+        """
+        key = (kind, ",".join(cotangents), target, alignment, tokens)
         found = self._executables.get(key)
         if found is not None:
             return found
         with self._lock:
             if key not in self._executables:
-                self._executables[key] = self._specialize(kind, target, alignment, cotangents)
+                self._executables[key] = self._specialize(kind, target, alignment, cotangents, tokens)
             return self._executables[key]
 
     def _specialize(
-        self, kind: str, target: str, alignment: tuple[int, ...], cotangents: tuple[str, ...]
+        self, kind: str, target: str, alignment: tuple[int, ...], cotangents: tuple[str, ...], tokens: str
     ) -> Executable:
         if kind == "backward":
             function = self.backward_function(cotangents)
@@ -145,7 +153,7 @@ class Program:
         else:
             function = self.forward_function(training=kind == "training")
         module = Module([function.clone()])
-        PassManager([Specialize(target=target, alignment=alignment)]).run(module)
+        PassManager([Specialize(target=target, alignment=alignment, tokens=tokens)]).run(module)
         kernels = generate_kernels(module.entry)
         return Executable(build_plan(module.entry, kernels), target, tuple(kernels), module)
 
@@ -154,10 +162,10 @@ class Program:
 def _compiler_digest() -> bytes:
     """Of our own text that decides what a program hands from forward to backward.
 
-    torch keeps compiled graphs on disk, and they name programs: after an upgrade an old graph must not fit a new program.
+    torch keeps compiled graphs on disk, and they name programs: an old graph must not fit a later version's program.
     """
-    root = Path(moesaic.__file__).parent
-    digest = hashlib.sha256(moesaic.__version__.encode())
+    root = Path(__file__).resolve().parents[1]
+    digest = hashlib.sha256(__version__.encode())
     for folder in ("ir", "passes"):
         for path in sorted((root / folder).rglob("*.py")):
             digest.update(path.read_bytes())
@@ -187,6 +195,6 @@ def program_by_key(key: str) -> Program:
         return _programs[key]
     except KeyError:
         raise InputError(
-            f"no compiled layer has the handle {key!r} in this process; a graph made in another process finds its layers "
-            "once equal ones are compiled here, by the same version: call moesaic.compile(...) on the declaration first"
+            f"no compiled layer has the handle {key!r} in this process; a graph of another process finds its layer "
+            "once an equal one is made here by the same version: call moesaic.compile(...) on the declaration first"
         ) from None

@@ -61,9 +61,7 @@ def _fake_results(function: Function, inputs: Sequence[torch.Tensor]) -> list[to
             return sum(coefficient * tokens for _, coefficient in dim.terms) + dim.constant
         return dim
 
-    return [
-        inputs[0].new_empty([size(d) for d in t.shape], dtype=TORCH_DTYPES[t.dtype]) for t in function.result_types
-    ]
+    return [inputs[0].new_empty([size(d) for d in t.shape], dtype=TORCH_DTYPES[t.dtype]) for t in function.result_types]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Sequence[torch.Tensor]) -> None:

@@ -38,8 +38,8 @@ TIE = 1e-6
 """Two experts may change places if what they are ranked by differs by less: float32 and float64 rank alike above it."""
 
 SATURATED = 4e-7
-"""Absolute error of a gradient, for scale 1: s (1 - s) of a saturated float32 score s has only the digits that 1 - s has,
-and cotangents reach 4 or so. The largest gradients here are above 1e-3."""
+"""Absolute error of a gradient, for scale 1: s (1 - s) of a saturated float32 score s has only the digits of 1 - s, and
+cotangents reach 4 or so. The largest gradient of a sample is above 1e-3."""
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 

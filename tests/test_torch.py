@@ -311,7 +311,7 @@ def test_another_layer_never_runs_in_a_graph_made_before(backend: str) -> None:
 
 @all_backends
 def test_errors_show_through_torch_compile(backend: str) -> None:
-    """As they are where the graph may break; inside torch's own where it may not (and in symbols, with dynamic=True)."""
+    """As they are where the graph may break; inside torch's own where it may not."""
     device = device_of(backend)
     layer = mo.compile(mo.Router(8, 2, dtype="fp32"), backend=backend)
     logits = torch.randn(3, 8, device=device)

@@ -371,11 +371,12 @@ __device__ __forceinline__ void group_limit_lanes(const float (&x)[Experts::kSlo
   constexpr int kSpan = Experts::kColumns / kGroups / kVec;        // lanes that share a group
   constexpr int kBeside = Experts::kLanes / kSpan;                 // groups side by side in one chunk of all lanes
   static_assert(kSpan * kVec * kGroups == Experts::kColumns && kSpan * kBeside == Experts::kLanes, "whole chunks");
-  static_assert(kBeside * Experts::kChunks == kGroups, "no dead chunk");
+  constexpr int kChunks = kGroups / kBeside;                       // those that are not all dead
+  static_assert(kBeside * kChunks == kGroups, "no chunk is dead in some lanes only");
 
   unsigned scores[kGroups];
 #pragma unroll
-  for (int c = 0; c < Experts::kChunks; ++c) {
+  for (int c = 0; c < kChunks; ++c) {
     unsigned best[kBest] = {};
 #pragma unroll
     for (int j = 0; j < kVec; ++j) {
@@ -398,7 +399,7 @@ __device__ __forceinline__ void group_limit_lanes(const float (&x)[Experts::kSlo
   }
 
 #pragma unroll
-  for (int c = 0; c < Experts::kChunks; ++c) {
+  for (int c = 0; c < kChunks; ++c) {
     const int group = c * kBeside + lane / kSpan;
     unsigned own = scores[c * kBeside];
 #pragma unroll
@@ -409,6 +410,8 @@ __device__ __forceinline__ void group_limit_lanes(const float (&x)[Experts::kSlo
 #pragma unroll
     for (int j = 0; j < kVec; ++j) allowed[c * kVec + j] = better < kKeep;
   }
+#pragma unroll
+  for (int i = kChunks * kVec; i < Experts::kSlots; ++i) allowed[i] = false;
 }
 
 // The same for any groups, through a row of shared memory: a lane scores whole groups.
