@@ -129,6 +129,8 @@ class _Spread:
             return op.x
         if isinstance(op, row.Reduction):
             return x
+        if isinstance(op, math.Broadcast) and op.x.type.dtype.is_float:
+            return self.value(op.x)  # the select repeats it; what gave the shape may be no row any more
         if isinstance(op, math.Elementwise):
             parts: list[Value] = []
             for operand in op.operands:

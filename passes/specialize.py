@@ -23,10 +23,11 @@ MAX_EXPERTS = 1024
 
 _SHARED_LIMIT = 48 * 1024  # static shared memory of a block, on every target
 # Values of a row a lane should hold: many, since fewer lanes then talk, as far as registers allow. Ranking float32 scores
-# takes more registers a value than ranking 16-bit logits.
+# takes more registers a value than ranking 16-bit logits; few tokens need more lanes to fill a GPU.
 _SLOTS = 32
 _SLOTS_OF_WIDE_RANKS = 16
-_SLOTS_OF_FEW = 8
+_LANES_OF_FEW = 16
+_RESIDENT_WITH_GROUPS = 4  # blocks a multiprocessor; without the bound, registers leave it half empty
 _PREFETCH_EXPERTS = 128  # shorter rows leave enough loads in flight as it is
 
 
@@ -39,7 +40,7 @@ class Specialize(Pass):
         lanes, threads: override the rule for row programs (0: the rule decides).
         select: override how a top-k selects: merge, rounds or sort (empty: the rule decides).
         prefetch: override whether a row is fetched while the one before is worked on: on or off (empty: the rule).
-        resident: blocks a multiprocessor should hold at least; more of them bound registers.
+        resident: override how many blocks a multiprocessor should hold at least, which bounds registers (0: the rule).
         tokens: few or many: few tokens fill a GPU only if many lanes share one.
         alignment: bytes each input of the first function is known to be aligned to (its address and its row stride);
             an input without an entry has 16.
@@ -54,7 +55,7 @@ class Specialize(Pass):
     threads: int = 0
     select: str = ""
     prefetch: str = ""
-    resident: int = 1
+    resident: int = 0
     tokens: str = "many"
     alignment: tuple[int, ...] = ()
 
@@ -77,8 +78,12 @@ class Specialize(Pass):
         vec = _vector(experts, op.region, layouts)
         chunks = _power_of_two(-(-experts // vec))
         wide = any(isinstance(o, row.TopK) and not _packed(o) for o in op.region.ops)
-        slots = _SLOTS_OF_FEW if self.tokens == "few" else _SLOTS_OF_WIDE_RANKS if wide else _SLOTS
+        # With groups, 16-bit logits leave registers for long rows in few lanes even so.
+        grouped = _width(op.region, layouts) == 2 and any(isinstance(o, row.GroupLimit) for o in op.region.ops)
+        slots = _SLOTS_OF_WIDE_RANKS if (wide and not grouped) or self.tokens == "few" else _SLOTS
         lanes = self.lanes or min(32, chunks, max(1, chunks * vec // slots))
+        if self.tokens == "few" and not self.lanes and chunks * vec <= _SLOTS * _LANES_OF_FEW:
+            lanes = min(lanes, _LANES_OF_FEW)
         # Membership packs one bit a slot into a word.
         if self.tokens not in ("few", "many"):
             raise UnsupportedError(f"specialize: tokens must be few or many, found {self.tokens!r}")
@@ -91,7 +96,7 @@ class Specialize(Pass):
             elif isinstance(inner, row.GroupLimit):
                 select["groups"] = "lanes" if _groups_in_lanes(inner, experts, vec, lanes) else "shared"
         columns = [o for o in op.region.ops if isinstance(o, col.Count | col.Sum)]
-        threads = self.threads or (64 if self.tokens == "few" else 256 if columns else 128)
+        threads = self.threads or (64 if self.tokens == "few" else 256 if columns and not grouped else 128)
         per_token = _shared_bytes_per_token(op.region, experts, chunks * vec, select)
         fixed = sum(4 * experts for o in columns if isinstance(o, col.Count))
         per_warp = 4 * experts if any(isinstance(o, col.Sum) for o in columns) else 0
@@ -100,7 +105,8 @@ class Specialize(Pass):
         alignment = [aligned.get(v, 16) for v in op.operands[: op.reads]]
         # A dense result keeps memory busy with stores, behind which the next row's loads would wait.
         dense = any(layouts[v].kind == "experts" for v in op.region.terminator.operands if v in layouts)
-        wanted = dense and experts >= _PREFETCH_EXPERTS and "groups" not in select and self.tokens == "many"
+        rows = [a for a in op.region.arguments if layouts[a].kind == "experts"]
+        wanted = dense and len(rows) == 1 and experts >= _PREFETCH_EXPERTS and not wide and self.tokens == "many"
         prefetch = self.prefetch or ("on" if wanted else "off")
         return {
             "lanes": str(lanes),
@@ -108,20 +114,21 @@ class Specialize(Pass):
             "threads": str(threads),
             "grid": "persistent" if columns or prefetch == "on" else "cover",
             "prefetch": prefetch,
-            "resident": str(self.resident),
+            "resident": str(self.resident or (_RESIDENT_WITH_GROUPS if grouped and threads == 128 else 1)),
             **select,
             "alignment": ",".join(map(str, alignment)),
         }
 
 
+def _width(region: Block, layouts: dict[Value, Layout]) -> int:
+    """Bytes of an element of the narrowest row of floats that is read."""
+    rows = [a for a in region.arguments if layouts[a].kind == "experts" and a.type.dtype.is_float]
+    return min((a.type.dtype.bytes for a in rows), default=4)
+
+
 def _vector(experts: int, region: Block, layouts: dict[Value, Layout]) -> int:
     """Columns in one chunk: what 16 bytes of the narrowest row hold, as far as E divides."""
-    widths = [
-        a.type.dtype.bytes
-        for a in region.arguments
-        if isinstance(a, BlockArgument) and layouts[a].kind == "experts" and a.type.dtype.is_float
-    ]
-    return python_math.gcd(experts, 16 // min(widths, default=4))
+    return python_math.gcd(experts, 16 // _width(region, layouts))
 
 
 def _power_of_two(n: int) -> int:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd import forward_ad
 
-import moesaic.runtime.torch_ops  # noqa: F401  (registers the operators)
 from moesaic.codegen.kernel import GeneratedKernel
 from moesaic.codegen.target import Target
 from moesaic.ir import environment
@@ -20,9 +19,10 @@ from moesaic.ir.core import Module
 from moesaic.ir.declare import Router
 from moesaic.ir.errors import InputError, InputTypeError, UnsupportedError, suggestion
 from moesaic.ir.types import Affine, DType, TensorType
-from moesaic.runtime.execute import RUNNERS, Runner, compiled_kernel
+from moesaic.runtime.execute import RUNNERS, compiled_kernel
 from moesaic.runtime.program import Executable, Program, program_by_key, program_of
 from moesaic.runtime.reference import TORCH_DTYPES, evaluate
+from moesaic.runtime.torch_ops import record
 
 if TYPE_CHECKING:
     from moesaic.codegen.nvrtc import CompiledKernel
@@ -193,8 +193,10 @@ class CompiledLayer:
         else:
             self._last = logits.dtype
             _refuse_transforms(tensors)
-            if recorded or _must_dispatch(tensors):
+            if _must_dispatch(tensors) or (recorded and not training):
                 outputs = torch.ops.moesaic.forward(handle, backend, training, tensors)
+            elif training:
+                outputs = record(handle, backend, tensors)
             else:
                 # Nothing to record and nobody watching: the same runner without the dispatcher's cost.
                 outputs = RUNNERS[backend].run(signature.program, "forward", (), tensors)
@@ -221,7 +223,9 @@ class CompiledLayer:
             backward: also prepare the backward functions: with a cotangent for every float result, and for each alone.
         """
         program = self._program(DType.parse(dtype) if dtype is not None else None)
-        for tokens in (1, Runner.few_tokens + 1):
+        logits_dtype = TORCH_DTYPES[program.function.arguments[0].type.dtype]
+        runner = RUNNERS.get(resolve_backend(self._asked, torch.device(device).type, logits_dtype))
+        for tokens in (1, runner.few_tokens + 1) if runner is not None else ():  # the reference has nothing to prepare
             self._warm_up(program, tokens, device, backward)
 
     def _warm_up(self, program: Program, tokens: int, device: torch.device | str, backward: bool) -> None:
@@ -431,7 +435,11 @@ def _must_dispatch(tensors: Sequence[torch.Tensor]) -> bool:
     tensor whose memory does not hold its values (a lazy negation)."""
     if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
         return True
-    return any((type(t) is not torch.Tensor and type(t) is not torch.nn.Parameter) or t.is_neg() for t in tensors)
+    for tensor in tensors:  # not `any` of a generator, which takes as long as all the rest here
+        kind = type(tensor)
+        if (kind is not torch.Tensor and kind is not torch.nn.Parameter) or tensor.is_neg():
+            return True
+    return False
 
 
 def _bind(signature: Signature, logits: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:

@@ -162,7 +162,7 @@ class Runner:
     more lanes, or a GPU would stand half empty. Two buckets also bound how often a layer is compiled.
     """
 
-    few_tokens = 8192
+    few_tokens = 4096
     """Up to so many tokens are few."""
 
     def __init__(self) -> None:

@@ -6,7 +6,9 @@ shapes without running; the autograd formula of forward calls backward.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -64,52 +66,139 @@ def _fake_results(function: Function, inputs: Sequence[torch.Tensor]) -> list[to
     return [inputs[0].new_empty([size(d) for d in t.shape], dtype=TORCH_DTYPES[t.dtype]) for t in function.result_types]
 
 
+@dataclass(frozen=True)
+class _Recording:
+    """What forward keeps for backward, worked out once a program.
+
+    Attributes:
+        saved: where each saved value comes from: an input or a result, by number.
+        names: of the saved values.
+        results: names of the results of forward.
+        floats: numbers of the results that can have a cotangent.
+        has_backward: whether a gradient reaches any input.
+    """
+
+    saved: tuple[tuple[str, int], ...]
+    names: tuple[str, ...]
+    results: tuple[str, ...]
+    floats: tuple[int, ...]
+    has_backward: bool
+
+
+@functools.lru_cache(maxsize=None)
+def _recording(program_key: str, training: bool) -> _Recording:
+    program = program_by_key(program_key)
+    forward = program.forward_function(training=training)
+    backward = program.backward_function(program.float_results)
+    places = {a.name: ("input", i) for i, a in enumerate(forward.arguments)}
+    places.update({n: ("result", i) for i, n in enumerate(forward.result_names)})
+    names = [a.name for a in backward.arguments if a.name in places] if backward is not None and training else []
+    return _Recording(
+        saved=tuple(places[n] for n in names),
+        names=tuple(names),
+        results=tuple(forward.result_names),
+        floats=tuple(i for i, n in enumerate(forward.result_names) if n in program.float_results),
+        has_backward=backward is not None,
+    )
+
+
+@dataclass(frozen=True)
+class _Reversal:
+    """One backward function, for the cotangents that exist.
+
+    Attributes:
+        cotangents: their names, in the order of the results.
+        operands: where each operand comes from: a saved value or a cotangent, by number.
+        gradients: for each input the number of the result that is its gradient, or -1.
+        zeros: inputs whose gradient is zero rather than missing.
+    """
+
+    cotangents: tuple[str, ...]
+    operands: tuple[tuple[str, int], ...]
+    gradients: tuple[int, ...]
+    zeros: tuple[bool, ...]
+
+
+@functools.lru_cache(maxsize=None)
+def _reversal(program_key: str, given: tuple[int, ...]) -> _Reversal:
+    program = program_by_key(program_key)
+    recording = _recording(program_key, True)
+    names = tuple(recording.results[i] for i in given)
+    backward = program.backward_function(names) if names else None
+    inputs = [a.name for a in program.function.arguments]
+    reached = program.differentiable_inputs(names)
+    made = {n: i for i, n in enumerate(backward.result_names)} if backward is not None else {}
+    operands = []
+    for argument in backward.arguments if backward is not None else ():
+        if argument.name in recording.names:
+            operands.append(("saved", recording.names.index(argument.name)))
+        else:
+            operands.append(("cotangent", recording.results.index(argument.name.removeprefix("d_"))))
+    gradients = tuple(made.get(f"d_{n}", -1) for n in inputs)
+    zeros = tuple(g < 0 and n in reached for n, g in zip(inputs, gradients, strict=True))
+    return _Reversal(names, tuple(operands), gradients, zeros)
+
+
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Sequence[torch.Tensor]) -> None:
     program_key, backend, training, tensors = inputs
     ctx.program, ctx.backend, ctx.training = program_key, backend, training
     ctx.shapes = [(t.shape, t.dtype) for t in tensors]
     ctx.set_materialize_grads(False)
-    if not training:
-        return
-    program = program_by_key(program_key)
-    forward = program.forward_function(training=True)
-    backward = program.backward_function(program.float_results)
-    named = dict(zip([a.name for a in forward.arguments], tensors, strict=True))
-    named.update(zip(forward.result_names, output, strict=True))
-    needed = [a.name for a in backward.arguments if a.name in named] if backward is not None else []
-    ctx.saved_names = needed
-    ctx.save_for_backward(*(named[n] for n in needed))
+    if training:
+        saved = _recording(program_key, True).saved
+        ctx.save_for_backward(*[tensors[i] if kind == "input" else output[i] for kind, i in saved])
 
 
 def _autograd(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
     grads: Sequence[torch.Tensor | None] = cotangents[0] if len(cotangents) == 1 else cotangents
-    program = program_by_key(ctx.program)
-    if not ctx.training and program.backward_function(program.float_results) is not None:
+    return None, None, None, _gradients(ctx, grads, dispatched=True)
+
+
+def _gradients(ctx: Any, grads: Sequence[torch.Tensor | None], *, dispatched: bool) -> list[torch.Tensor | None]:
+    """The gradient of each input, from the cotangents that exist; through the dispatcher or straight to the runner."""
+    recording = _recording(ctx.program, ctx.training)
+    if not ctx.training and recording.has_backward:
         raise UnsupportedError("this layer was run for inference and has nothing saved; call it with grad enabled")
-    outputs = program.forward_function(training=ctx.training).result_names
-    given = {
-        name: grad
-        for name, grad in zip(outputs, grads, strict=True)
-        if grad is not None and name in program.float_results
-    }
-    names = tuple(n for n in program.float_results if n in given)
-    by_name: dict[str, torch.Tensor] = {}
-    backward = program.backward_function(names) if names else None
-    if backward is not None:
-        saved = dict(zip(ctx.saved_names, ctx.saved_tensors, strict=True))
-        operands = [
-            _rows(given[a.name.removeprefix("d_")]) if a.name not in saved else saved[a.name]
-            for a in backward.arguments
-        ]
-        results = torch.ops.moesaic.backward(ctx.program, ctx.backend, list(names), operands)
-        by_name = dict(zip(backward.result_names, results, strict=True))
-    gradients: list[torch.Tensor | None] = []
-    for argument, (shape, dtype) in zip(program.function.arguments, ctx.shapes, strict=True):
-        gradient = by_name.get(f"d_{argument.name}")
-        if gradient is None and argument.name in program.differentiable_inputs(names):
-            gradient = given[names[0]].new_zeros(shape, dtype=dtype)
-        gradients.append(gradient)
-    return None, None, None, gradients
+    given = tuple([i for i in recording.floats if grads[i] is not None])
+    reversal = _reversal(ctx.program, given)
+    results: Sequence[torch.Tensor] = ()
+    if reversal.operands:
+        saved = ctx.saved_tensors
+        operands = [saved[i] if kind == "saved" else _rows(grads[i]) for kind, i in reversal.operands]
+        if dispatched:
+            results = torch.ops.moesaic.backward(ctx.program, ctx.backend, list(reversal.cotangents), operands)
+        else:
+            results = _backward(ctx.program, ctx.backend, reversal.cotangents, operands)
+    gradients: list[torch.Tensor | None] = [results[i] if i >= 0 else None for i in reversal.gradients]
+    for number, zero in enumerate(reversal.zeros):
+        if zero:
+            shape, dtype = ctx.shapes[number]
+            gradients[number] = grads[given[0]].new_zeros(shape, dtype=dtype)  # type: ignore[union-attr]
+    return gradients
+
+
+class _Recorded(torch.autograd.Function):
+    """`moesaic::forward` with its autograd formula, without the dispatcher: what an eager call with gradients takes.
+
+    The operator's own way through ``torch.library`` costs several times the host time of the kernels' launches.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, program: str, backend: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        outputs = _forward(program, backend, True, tensors)
+        _setup_context(ctx, (program, backend, True, tensors), outputs)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[Any, ...]:
+        # With a graph of the gradient wanted, the operator has to be in it: it refuses to be differentiated.
+        return None, None, *_gradients(ctx, cotangents, dispatched=torch.is_grad_enabled())
+
+
+def record(program: str, backend: str, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Runs the training forward of a program eagerly, on the tape of autograd."""
+    outputs: Sequence[torch.Tensor] = _Recorded.apply(program, backend, *tensors)
+    return outputs
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:

@@ -240,6 +240,7 @@ STRUCTURE_ERRORS = {
         "@f: 'a.b' cannot be the name of a result; use letters, digits and '_'",
     ),
     "tab before": ("moe.func @f(%x: tensor<f32>) -> (a: tensor<f32>) {\n\t%y = «nope» %x\n}", "unknown op 'nope'"),
+    "after blank lines": ("\n\n// a\n\n\nmoe.func @f() -> () {\n\n\n\n  «nope»\n}", "unknown op 'nope'"),
     "windows lines": ("moe.func @f() -> () {\r\n  %y = «nope»\r\n}", "unknown op 'nope'"),
     "other line ends in a comment": ("// a\x0cb\x85c\u2028d\nmoe.func @f() -> () {\n  «nope»\n}", "unknown op 'nope'"),
     "other characters": ("moe.func @f() -> () {\n  «é»\n}", "unexpected character 'é'"),

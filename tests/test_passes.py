@@ -444,6 +444,17 @@ SINKS = {
 }
 
 
+SINKS["a broadcast scattered"] = (
+    "%m = row.sum %p\n%g = row.gather %v, %i\n%b = math.broadcast %m, %g\n%w = math.mul %g, %b\n"
+    "%y = row.scatter %w, %i {size = 5}",
+    """
+    CHECK: [[W:%.+]] = math.mul %v, %m : tensor<Tx5xf32>
+    CHECK: [[M:%.+]] = row.membership %i {size = 5}
+    CHECK: %y = math.select [[M]], [[W]], 0.0 : tensor<Tx5xf32>
+    """,
+)
+
+
 @pytest.mark.parametrize("case", SINKS)
 def test_sink_gathers(case):
     body, checks = SINKS[case]
@@ -714,6 +725,9 @@ def test_limits_of_specialize():
         configuration(mo.Router(num_experts=1025, top_k=3))
     with pytest.raises(UnsupportedError, match="1 lanes cannot hold a row of 128 experts"):
         configuration(mo.Router(num_experts=128, top_k=3), "forward,specialize{lanes=1}")
+    assert configuration(mo.Router(num_experts=32, top_k=3), "forward,specialize{lanes=1}")
+    with pytest.raises(UnsupportedError, match="1 lanes cannot hold a row of 33 experts"):
+        configuration(mo.Router(num_experts=33, top_k=3), "forward,specialize{lanes=1}")
     with pytest.raises(UnsupportedError, match="3 lanes cannot hold"):
         configuration(mo.Router(num_experts=12, top_k=3), "forward,specialize{lanes=3}")
 

@@ -26,7 +26,7 @@ from routing import (
 
 import moesaic as mo
 from moesaic.passes.specialize import Specialize
-from moesaic.runtime.execute import EmulatedRunner
+from moesaic.runtime.execute import RUNNERS, EmulatedRunner
 
 EVERY_OUTPUT = ("weights", "indices", "counts", "probs", "map")
 
@@ -40,6 +40,13 @@ SOFTMAX = mo.Router(60, 4, renormalize=mo.norm.sum(min=0.5), gate_bias=True, out
 both_routers = pytest.mark.parametrize("router", [GROUPED, SOFTMAX], ids=["grouped", "softmax"])
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
 compiled_backend = pytest.mark.parametrize("backend", COMPILED)
+
+
+@pytest.fixture(autouse=True)
+def both_kinds_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels for few tokens run up to 24 of them, on every backend: tests with 13 and with 67 rows see both kinds."""
+    for runner in RUNNERS.values():
+        monkeypatch.setattr(runner, "few_tokens", 24)
 
 
 def logits_for(router: mo.Router, tokens: int, device: str = "cpu", seed: int = 0) -> torch.Tensor:

@@ -413,18 +413,19 @@ def test_a_pickled_layer_in_another_process() -> None:
     layer = mo.compile(mo.Router(7, 3, score=softsign_score), backend="reference")
     logits = logits_of(ROUTERS["user_score"], 4)
     text = (
-        "import pickle, sys, torch; layer, logits = pickle.load(sys.stdin.buffer);"
-        "sys.stdout.buffer.write(pickle.dumps([layer._handles, list(layer(logits))]))"
+        "import pickle, sys, moesaic as mo; layer, logits, router = pickle.load(sys.stdin.buffer);"
+        "assert layer._handles == mo.compile(router)._handles;"
+        "sys.stdout.buffer.write(pickle.dumps([layer.backend, list(layer(logits))]))"
     )
     path = [p for p in sys.path if p]
     run = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path[:0] = {path!r}; {text}"],
-        input=pickle.dumps((layer, logits)),
+        input=pickle.dumps((layer, logits, mo.Router(7, 3, score=softsign_score))),
         capture_output=True,
         check=True,
     )
-    handles, results = pickle.loads(run.stdout)
-    assert handles == layer._handles
+    backend, results = pickle.loads(run.stdout)
+    assert backend == "reference"
     assert equal(results, list(layer(logits)))
 
 

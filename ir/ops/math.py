@@ -17,7 +17,6 @@ from moesaic.ir.core import Op, Value, create_one, operand, result
 from moesaic.ir.errors import InputError
 from moesaic.ir.types import DType, TensorType, broadcast_shapes
 
-
 SMALLEST_NORMAL = 2.0**-126
 """Of float32. Below it a divisor counts as zero."""
 
