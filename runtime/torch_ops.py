@@ -85,7 +85,7 @@ class _Recording:
     has_backward: bool
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _recording(program_key: str, training: bool) -> _Recording:
     program = program_by_key(program_key)
     forward = program.forward_function(training=training)
@@ -119,7 +119,7 @@ class _Reversal:
     zeros: tuple[bool, ...]
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _reversal(program_key: str, given: tuple[int, ...]) -> _Reversal:
     program = program_by_key(program_key)
     recording = _recording(program_key, True)
@@ -191,8 +191,10 @@ class _Recorded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[Any, ...]:
-        # With a graph of the gradient wanted, the operator has to be in it: it refuses to be differentiated.
-        return None, None, *_gradients(ctx, cotangents, dispatched=torch.is_grad_enabled())
+        # The operator refuses what it cannot do: to be differentiated again, and batched cotangents (which have no
+        # memory of their own).
+        batched = any([g is not None and not torch._C._has_storage(g) for g in cotangents])
+        return None, None, *_gradients(ctx, cotangents, dispatched=batched or torch.is_grad_enabled())
 
 
 def record(program: str, backend: str, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -203,6 +205,8 @@ def record(program: str, backend: str, tensors: Sequence[torch.Tensor]) -> Seque
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor with elements of a row next to each other; rows may be anywhere (a stride of 0 included)."""
+    if tensor.is_neg():  # a view that torch negates as it reads
+        return tensor.resolve_neg().contiguous()
     return tensor if tensor.dim() == 0 or tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
 
 

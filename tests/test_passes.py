@@ -445,8 +445,10 @@ SINKS = {
 
 
 SINKS["a broadcast scattered"] = (
-    "%m = row.sum %p\n%g = row.gather %v, %i\n%b = math.broadcast %m, %g\n%w = math.mul %g, %b\n"
-    "%y = row.scatter %w, %i {size = 5}",
+    (
+        "%m = row.sum %p\n%g = row.gather %v, %i\n%b = math.broadcast %m, %g\n%w = math.mul %g, %b\n"
+        "%y = row.scatter %w, %i {size = 5}"
+    ),
     """
     CHECK: [[W:%.+]] = math.mul %v, %m : tensor<Tx5xf32>
     CHECK: [[M:%.+]] = row.membership %i {size = 5}
