@@ -183,11 +183,15 @@ class _Emitter:
                 rows = self._rows(layout)
                 where = f"{pointer} + token * {pointer}_stride"
                 section.append(f"{kind} {name}[{rows}::kSlots];  // %{argument.name}")
-                section.append(f"moesaic::load_row<{rows}, /*align=*/{self._align(argument, align)}>({where}, {name}, lane);")
+                section.append(
+                    f"moesaic::load_row<{rows}, /*align=*/{self._align(argument, align)}>({where}, {name}, lane);"
+                )
                 self.kept.add(argument)
             elif layout.kind == "scalar":
                 where = f"{pointer} + token * {pointer}_stride"
-                section.append(f"const float {name} = moesaic::to_float(moesaic::load_one({where}));  // %{argument.name}")
+                section.append(
+                    f"const float {name} = moesaic::to_float(moesaic::load_one({where}));  // %{argument.name}"
+                )
             elif layout.kind == "vector":
                 rows = self._vector_rows(layout)
                 self.out.setup.append(f"float {name}[{rows}::kSlots];  // %{argument.name}, the same for all tokens")
@@ -204,7 +208,9 @@ class _Emitter:
         """A row that was fetched during the token before; the next one's fetch is issued before its values are used."""
         pointer, name = self.parameter_of[argument], self._name(argument)
         ahead = self._unique(f"{name}_ahead")
-        fetch = f"moesaic::fetch_row<Experts, /*align=*/{align}>({pointer} + {{token}} * {pointer}_stride, {ahead}, lane);"
+        fetch = (
+            f"moesaic::fetch_row<Experts, /*align=*/{align}>({pointer} + {{token}} * {pointer}_stride, {ahead}, lane);"
+        )
         self.out.setup += [
             f"{self._storage(argument)} {ahead}[Experts::kSlots];  // %{argument.name} of the next token",
             "if (tokens > 0) {",
@@ -279,7 +285,13 @@ class _Emitter:
             else:
                 body.append("  " + self._assignment(op, index, declare=True))
         rows = self._rows(layout)
-        return [*declared, "#pragma unroll", f"for (int {index} = 0; {index} < {rows}::kSlots; ++{index}) {{", *body, "}"]
+        return [
+            *declared,
+            "#pragma unroll",
+            f"for (int {index} = 0; {index} < {rows}::kSlots; ++{index}) {{",
+            *body,
+            "}",
+        ]
 
     def _assignment(self, op: math.Elementwise, index: str, *, declare: bool) -> str:
         value = op.results[0]
@@ -315,10 +327,8 @@ class _Emitter:
         function = "row_sum" if isinstance(op, row.Sum) else "row_max"
         if not layout.is_row:  # a row of one number
             return [f"const float {self._name(op.results[0])} = {self._read(op.operands[0], '')};"]
-        return [
-            f"const float {self._name(op.results[0])} = "
-            f"moesaic::{function}<{self._rows(layout)}>({self._name(op.operands[0])}, lane);"
-        ]
+        call = f"moesaic::{function}<{self._rows(layout)}>({self._name(op.operands[0])}, lane)"
+        return [f"const float {self._name(op.results[0])} = {call};"]
 
     def _topk(self, op: Op) -> list[str]:
         assert isinstance(op, row.TopK)
@@ -347,7 +357,10 @@ class _Emitter:
         if select == "sort":
             tables.append(self._table("sorted", f"{rank}::Pick", "Experts::kSlots * kLanes"))
         elif select == "collect":
-            tables += [self._table("staged", "unsigned", "kExperts"), self._table("reached", "moesaic::Wide", f"{picks}::kColumns")]
+            tables += [
+                self._table("staged", "unsigned", "kExperts"),
+                self._table("reached", "moesaic::Wide", f"{picks}::kColumns"),
+            ]
         call = ", ".join([keys, "lane", picked, last, *tables])
         lines.append(f"moesaic::top_k_{select}<{rank}, Experts, {picks}>({call});")
         fills = []
@@ -589,13 +602,15 @@ _COLLECTIVES: dict[type[Op], Callable[[Any, Op], list[str]]] = {
 }
 
 # Names the kernel text uses itself, and C++ words that a value might be called.
-_RESERVED = (
-    "lane slot first first_token stride active token tokens i p e live Experts kExperts kLanes kVec kThreads kTokensPerBlock "
-    "moesaic int float double bool char long short signed unsigned const auto void for if else while do switch case "
-    "default break continue return goto new delete this class struct union enum template typename using namespace "
-    "static extern register volatile inline operator public private protected virtual try catch throw true false "
-    "sizeof and or not xor min max exp log sqrt threadIdx blockIdx blockDim gridDim"
-).split()
+_RESERVED = frozenset(
+    """
+    lane slot first first_token stride active token tokens i p e live Experts kExperts kLanes kVec kThreads
+    kTokensPerBlock moesaic int float double bool char long short signed unsigned const auto void for if else while do
+    switch case default break continue return goto new delete this class struct union enum template typename using
+    namespace static extern register volatile inline operator public private protected virtual try catch throw true
+    false sizeof and or not xor min max exp log sqrt threadIdx blockIdx blockDim gridDim
+    """.split()
+)
 
 
 def _short_name(value: Value) -> str:

@@ -293,12 +293,17 @@ def _group_score(value: str | Call) -> Call:
 
 
 def _increasing(scores: Value, logits: Value) -> bool:
-    """Whether the scores are a chain of strictly increasing ops over the logits."""
+    """Whether the scores are a chain of strictly increasing ops over the logits, each where it is defined."""
     value = scores
     while value is not logits:
         if not isinstance(value, OpResult) or len(value.op.operands) != 1:
             return False
+        operand = value.op.operands[0]
         if not getattr(value.op, "strictly_increasing", False):
             return False
-        value = value.op.operands[0]
+        if getattr(value.op, "needs_positive", False):
+            made_by = operand.op if isinstance(operand, OpResult) else None
+            if not getattr(made_by, "gives_positive", False):
+                return False
+        value = operand
     return True

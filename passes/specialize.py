@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from moesaic.ir.core import Block, BlockArgument, Module, Value
-from moesaic.ir.errors import UnsupportedError
+from moesaic.ir.errors import UnsupportedError, UsageError, suggestion
 from moesaic.ir.ops import col, row
 from moesaic.ir.ops.launch import Kernel
 from moesaic.ir.types import DType
@@ -22,13 +22,20 @@ MAX_EXPERTS = 1024
 """Longest row that fits the registers of one warp; longer ones need a form in shared memory."""
 
 _SHARED_LIMIT = 48 * 1024  # static shared memory of a block, on every target
-# Values of a row a lane should hold: many, since fewer lanes then talk, as far as registers allow. Ranking float32 scores
-# takes more registers a value than ranking 16-bit logits; few tokens need more lanes to fill a GPU.
+# Values of a row a lane should hold: many, since fewer lanes then talk, as far as registers allow. Ranking float32
+# scores takes more registers a value than ranking 16-bit logits; few tokens need more lanes to fill a GPU.
 _SLOTS = 32
 _SLOTS_OF_WIDE_RANKS = 16
 _LANES_OF_FEW = 16
 _RESIDENT_WITH_GROUPS = 4  # blocks a multiprocessor; without the bound, registers leave it half empty
 _PREFETCH_EXPERTS = 128  # shorter rows leave enough loads in flight as it is
+
+
+_CHOICES = {
+    "select": ("", "merge", "rounds", "sort"),
+    "prefetch": ("", "on", "off"),
+    "tokens": ("few", "many"),
+}
 
 
 @dataclass(frozen=True)
@@ -40,7 +47,7 @@ class Specialize(Pass):
         lanes, threads: override the rule for row programs (0: the rule decides).
         select: override how a top-k selects: merge, rounds or sort (empty: the rule decides).
         prefetch: override whether a row is fetched while the one before is worked on: on or off (empty: the rule).
-        resident: override how many blocks a multiprocessor should hold at least, which bounds registers (0: the rule).
+        resident: override how many blocks a multiprocessor should hold at least, which bounds registers (0: rule).
         tokens: few or many: few tokens fill a GPU only if many lanes share one.
         alignment: bytes each input of the first function is known to be aligned to (its address and its row stride);
             an input without an entry has 16.
@@ -60,9 +67,18 @@ class Specialize(Pass):
     alignment: tuple[int, ...] = ()
 
     def run(self, module: Module, context: PassContext) -> bool:
+        for option, known in _CHOICES.items():
+            value = getattr(self, option)
+            if value not in known:
+                shown = ", ".join(repr(k) for k in known if k)
+                raise UsageError(
+                    f"specialize: {option} must be one of {shown}, found {value!r}{suggestion(value, known)}"
+                )
+        if self.threads % 32 or not 0 <= self.threads <= 1024:
+            raise UsageError(f"specialize: threads must be a multiple of 32, at most 1024, found {self.threads}")
         for function in module.functions:
-            known = self.alignment if function is module.entry else ()
-            aligned: dict[Value, int] = dict(zip(function.arguments, known, strict=False))
+            given = self.alignment if function is module.entry else ()
+            aligned: dict[Value, int] = dict(zip(function.arguments, given, strict=False))
             for op in function.body.ops:
                 if isinstance(op, Kernel):
                     config = {"threads": "256"} if op.template == "col_finish" else self._row_program(op, aligned)
@@ -85,8 +101,6 @@ class Specialize(Pass):
         if self.tokens == "few" and not self.lanes and chunks * vec <= _SLOTS * _LANES_OF_FEW:
             lanes = min(lanes, _LANES_OF_FEW)
         # Membership packs one bit a slot into a word.
-        if self.tokens not in ("few", "many"):
-            raise UnsupportedError(f"specialize: tokens must be few or many, found {self.tokens!r}")
         if lanes not in (1, 2, 4, 8, 16, 32) or chunks * vec // lanes > 32:
             raise UnsupportedError(f"specialize: {lanes} lanes cannot hold a row of {experts} experts")
         select = {}

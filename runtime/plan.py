@@ -72,9 +72,7 @@ def build_plan(function: Function, kernels: Sequence[GeneratedKernel]) -> Launch
     for op in function.body.ops[:-1]:
         if isinstance(op, Alloc):
             numbers[op.results[0]] = len(inputs) + len(buffers)
-            buffers.append(
-                BufferSpec(op.results[0].name, op.results[0].type, op.space == "result", op.slot)
-            )
+            buffers.append(BufferSpec(op.results[0].name, op.results[0].type, op.space == "result", op.slot))
         elif isinstance(op, Kernel):
             steps.append(Step(next(generated), tuple(numbers[v] for v in op.operands), op.blocks))
         else:

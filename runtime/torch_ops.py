@@ -193,7 +193,7 @@ class _Recorded(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[Any, ...]:
         # The operator refuses what it cannot do: to be differentiated again, and batched cotangents (which have no
         # memory of their own).
-        batched = any([g is not None and not torch._C._has_storage(g) for g in cotangents])
+        batched = any(g is not None and not torch._C._has_storage(g) for g in cotangents)
         return None, None, *_gradients(ctx, cotangents, dispatched=batched or torch.is_grad_enabled())
 
 

@@ -28,6 +28,10 @@ class Elementwise(Op):
     """C++ expression over ``{0}``, ``{1}``, …: float operands, float result."""
     strictly_increasing: ClassVar[bool] = False
     """In its only operand, in exact arithmetic: ranking the operand ranks the result."""
+    needs_positive: ClassVar[bool] = False
+    """Is increasing only where the operand is not negative; elsewhere it is NaN."""
+    gives_positive: ClassVar[bool] = False
+    """Its result is never negative."""
 
     def result_dtype(self) -> DType:
         return DType.F64 if any(v.type.dtype is DType.F64 for v in self.operands) else DType.F32
@@ -235,6 +239,7 @@ class Exp(Unary):
     name = "math.exp"
     cuda = "moesaic::exp({0})"
     strictly_increasing = True
+    gives_positive = True
 
     def formula(self, xp: ArrayNamespace, *operands: Array) -> Array:
         return xp.exp(operands[0])
@@ -269,6 +274,7 @@ class Log(Unary):
     name = "math.log"
     cuda = "logf({0})"
     strictly_increasing = True
+    needs_positive = True
 
     def formula(self, xp: ArrayNamespace, *operands: Array) -> Array:
         return xp.log(operands[0])
@@ -283,6 +289,7 @@ class Log1p(Unary):
     name = "math.log1p"
     cuda = "log1pf({0})"
     strictly_increasing = True
+    needs_positive = True
 
     def formula(self, xp: ArrayNamespace, *operands: Array) -> Array:
         return xp.log1p(operands[0])
@@ -297,6 +304,8 @@ class Sqrt(Unary):
     name = "math.sqrt"
     cuda = "moesaic::square_root({0})"
     strictly_increasing = True
+    needs_positive = True
+    gives_positive = True
 
     def formula(self, xp: ArrayNamespace, *operands: Array) -> Array:
         x = operands[0]
@@ -328,6 +337,7 @@ class Sigmoid(Unary):
     name = "math.sigmoid"
     cuda = "moesaic::sigmoid({0})"
     strictly_increasing = True
+    gives_positive = True
 
     def formula(self, xp: ArrayNamespace, *operands: Array) -> Array:
         return xp.sigmoid(operands[0])
@@ -342,6 +352,7 @@ class Softplus(Unary):
     name = "math.softplus"
     cuda = "moesaic::softplus({0})"
     strictly_increasing = True
+    gives_positive = True
 
     def formula(self, xp: ArrayNamespace, *operands: Array) -> Array:
         return xp.softplus(operands[0])

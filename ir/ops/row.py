@@ -83,6 +83,7 @@ class Softmax(RowOp):
     y = result("[T, n], f32")
     # Not elementwise, but within a row it keeps the order of its operand; see Router's ranking rule.
     strictly_increasing = True
+    gives_positive = True
 
     def infer(self) -> Sequence[TensorType]:
         self.columns(self.x)

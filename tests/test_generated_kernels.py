@@ -1,0 +1,89 @@
+"""What NVRTC makes of generated kernels: no spills, no stack, and registers within a budget, on three generations.
+
+Sizes, storage types, outputs, directions and token buckets are spread over the targets rather than multiplied; that every
+choice meets every target is checked. What the kernels compute is the business of other tests.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import pytest
+
+import moesaic as mo
+from moesaic.codegen.kernel import GeneratedKernel
+from moesaic.codegen.target import WARP_THREADS, Target
+from moesaic.runtime.kernels import compiled_kernel
+from moesaic.runtime.program import program_of
+
+TARGETS = ("sm_80", "sm_90a", "sm_100a")
+DIRECTIONS = ("forward", "training", "backward")
+BUCKETS = ("few", "many")
+
+COMPACT = ("weights", "indices", "counts")
+DENSE = ("probs", "map")
+DEEPSEEK = {"score": "sigmoid", "selection_bias": True, "groups": 8, "groups_kept": 4, "renormalize": True, "scale": 2.5}
+
+
+def _log_score(x: mo.ir.core.Value) -> mo.ir.core.Value:
+    return mo.math.log1p(mo.math.softplus(x))
+
+
+ROUTERS: dict[str, tuple[str, mo.Router]] = {  # name: dtype of the logits, router
+    "mixtral": ("bf16", mo.Router(8, 2, renormalize=True)),
+    "E8-all-picked": ("fp32", mo.Router(8, 8, order="topk_then_score", outputs=DENSE)),
+    "llama4": ("bf16", mo.Router(16, 1, score="sigmoid", order="topk_then_score", outputs=("probs", *COMPACT))),
+    "E60-user-score": ("bf16", mo.Router(60, 6, score=_log_score, renormalize=True)),
+    "E60-user-score-dense": ("fp32", mo.Router(60, 6, score=_log_score, rank="score", outputs=DENSE)),
+    "E64-sort": ("fp16", mo.Router(64, 40, renormalize=True)),
+    "E64-bias": ("fp32", mo.Router(64, 6, selection_bias=True, renormalize=mo.norm.sum(min=1e-12))),
+    "qwen3": ("bf16", mo.Router(128, 8, renormalize=True)),
+    "qwen3-dense": ("bf16", mo.Router(128, 8, renormalize=True, outputs=DENSE)),
+    "gpt_oss": ("bf16", mo.Router(128, 4, order="topk_then_score", gate_bias=True)),
+    "E127-rounds": ("fp16", mo.Router(127, 31, score="sqrtsoftplus", outputs=("probs", *COMPACT))),
+    "deepseek_v3": ("bf16", mo.Router(256, 8, **DEEPSEEK)),
+    "deepseek_v3-fp32": ("fp32", mo.Router(256, 8, **DEEPSEEK)),
+    "deepseek_v3-dense": ("fp16", mo.Router(256, 8, **DEEPSEEK, outputs=DENSE)),
+    "E256-all-outputs": ("bf16", mo.Router(256, 8, gate_bias=True, renormalize=True, outputs=(*COMPACT, *DENSE))),
+    "E257": ("bf16", mo.Router(257, 8, score="sigmoid", gate_bias=True, outputs=("weights", "indices"))),
+    "E384-sigmoid-bias": ("bf16", mo.Router(384, 8, score="sigmoid", selection_bias=True, renormalize=True, scale=2.8)),
+    "E384-groups": ("fp32", mo.Router(384, 6, groups=12, groups_kept=3, group_score="max", outputs=DENSE)),
+    "E512-softmax": ("bf16", mo.Router(512, 10, renormalize=True, outputs=DENSE)),
+    "E512-gate-bias": ("fp32", mo.Router(512, 10, score="sigmoid", gate_bias=True, selection_bias=True)),
+    "E1000": ("bf16", mo.Router(1000, 8, score="sqrtsoftplus", gate_bias=True, renormalize=True)),
+    "E1000-groups": ("fp16", mo.Router(1000, 4, groups=8, groups_kept=2, group_score=mo.sum_top(3))),
+    "E1024": ("bf16", mo.Router(1024, 8, renormalize=True, outputs=DENSE)),
+    "E1024-fp32": ("fp32", mo.Router(1024, 16, score="sigmoid", gate_bias=True, selection_bias=True, outputs=DENSE)),
+    "E1024-sort": ("fp16", mo.Router(1024, 64, score="sigmoid", renormalize=True)),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """The kernels of one direction of a router, for one token bucket and one target."""
+
+    router: str
+    direction: str
+    tokens: str
+    target: str
+
+    def __str__(self) -> str:
+        return f"{self.router}-{self.direction}-{self.tokens}-{self.target}"
+
+    def kernels(self) -> tuple[GeneratedKernel, ...]:
+        dtype, router = ROUTERS[self.router]
+        return program_of(router.module(dtype)).executable(self.direction, self.target, (), tokens=self.tokens).kernels
+
+
+def _cases() -> list[Case]:
+    """Three cases a router: each direction once, for another target each, few and many tokens by turns."""
+    cases = []
+    for number, router in enumerate(ROUTERS):
+        for turn, direction in enumerate(DIRECTIONS):
+            target = TARGETS[(number + turn) % len(TARGETS)]
+            cases.append(Case(router, direction, BUCKETS[(number // 3 + turn) % len(BUCKETS)], target))
+    return cases
+
+
+CASES = _cases()
