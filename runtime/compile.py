@@ -132,6 +132,7 @@ class CompiledLayer:
         self._declared = declared
         self._target = target
         self._asked = backend
+        self._declared_dtype = _declared_dtype(declared)
         self._ran: str | None = None
         self._last: torch.dtype | None = None
         # By dtype of the logits. Complete from the start, so that torch.compile finds nothing to do but look one up.
@@ -261,12 +262,6 @@ class CompiledLayer:
             f"with dtype={found!r} or without a dtype"
         )
 
-    @property
-    def _declared_dtype(self) -> DType | None:
-        if isinstance(self._declared, Module):
-            return self._declared.entry.arguments[0].type.dtype
-        return DType.parse(self._declared.dtype) if self._declared.dtype is not None else None
-
     def _program(self, dtype: DType | None = None) -> Program:
         """The program to look at: of the dtype given, declared, called with last, or float32."""
         last = _DTYPES[self._last] if self._last is not None else DType.F32
@@ -371,6 +366,13 @@ def _restore(declared: Router | str, target: str | None, backend: str) -> Compil
     from moesaic.ir.parser import parse
 
     return compile(parse(declared) if isinstance(declared, str) else declared, target=target, backend=backend)
+
+
+def _declared_dtype(declared: Router | Module) -> DType | None:
+    """The dtype the logits have to have; ``None`` if each call may bring its own."""
+    if isinstance(declared, Module):
+        return declared.entry.arguments[0].type.dtype
+    return DType.parse(declared.dtype) if declared.dtype is not None else None
 
 
 @functools.cache

@@ -6,7 +6,7 @@ order, strides, grids and workspace as the GPU.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,19 +113,20 @@ class Prepared:
         empty = self.runner.empty
         made: list[torch.Tensor] = []
         for slot in self.slots:
-            shape = tuple([symbols[d] if type(d) is str else d for d in slot.shape])
+            shape = (symbols[slot.rows], *slot.columns) if slot.rows else slot.columns
             if slot.reuses < 0:
-                made.append(empty(shape, slot.dtype, device))
+                made.append(empty(shape, dtype=slot.dtype, device=device))
             else:  # of the same size, see plan-workspace
                 made.append(made[slot.reuses].view(slot.dtype).view(shape))
         return made
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Slot:
-    """A buffer as a call allocates it: dimensions are numbers, or symbols with a value at launch."""
+    """A buffer as a call allocates it: its first dimension may be a symbol with a value at launch."""
 
-    shape: tuple[int | str, ...]
+    rows: str
+    columns: tuple[int, ...]
     dtype: torch.dtype
     reuses: int
     """Number of an earlier workspace buffer whose memory it takes over, or -1."""
@@ -135,16 +136,14 @@ def _slots(plan: LaunchPlan) -> list[_Slot]:
     first: dict[int, int] = {}
     slots = []
     for number, buffer in enumerate(plan.buffers):
-        shape: list[int | str] = []
-        for dim in buffer.type.shape:
-            if isinstance(dim, int):
-                shape.append(dim)
-            elif dim.constant == 0 and len(dim.terms) == 1 and dim.terms[0][1] == 1:
-                shape.append(dim.terms[0][0])
-            else:
-                raise InternalError(f"@{plan.name}: a buffer of {buffer.type} has a dimension that is not a symbol")
+        rows, columns = "", buffer.type.shape
+        if columns and not isinstance(columns[0], int):
+            rows, columns = str(columns[0]), columns[1:]
+        fixed = tuple(c for c in columns if isinstance(c, int))
+        if len(fixed) != len(columns) or (rows and not rows.isalnum()):
+            raise InternalError(f"@{plan.name}: a buffer of {buffer.type} has a dimension that is not a symbol")
         reuses = -1 if buffer.is_result else first.setdefault(buffer.slot, number)
-        slots.append(_Slot(tuple(shape), TORCH_DTYPES[buffer.type.dtype], -1 if reuses == number else reuses))
+        slots.append(_Slot(rows, fixed, TORCH_DTYPES[buffer.type.dtype], -1 if reuses == number else reuses))
     return slots
 
 
@@ -205,8 +204,8 @@ class Runner:
         """Runs on the device of that index, on its current stream."""
         return prepared.run(inputs, 0)
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
+    empty: Callable[..., torch.Tensor] = staticmethod(torch.empty)
+    """Fresh memory, called like ``torch.empty(shape, dtype=, device=)``."""
 
 
 class CudaRunner(Runner):
@@ -258,7 +257,8 @@ class EmulatedRunner(Runner):
     def load(self, kernel: GeneratedKernel, device: torch.device) -> Loaded:
         return _EmulatedKernel(kernel, self)
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    @staticmethod
+    def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:  # type: ignore[override]
         # All bits set: NaN as a float, -1 as an integer. What a kernel leaves unwritten shows.
         tensor = torch.empty(shape, dtype=dtype, device=device)
         tensor.view(-1).view(torch.uint8).fill_(0xFF)

@@ -96,6 +96,26 @@ void check_access(const void* pointer, unsigned bytes, unsigned align, bool writ
     report_lane(worker, message, &site, nullptr, __builtin_frame_address(0));
 }
 
+void check_shared(const void* pointer, unsigned bytes, unsigned align, Site site) {
+    Worker& worker = this_worker();
+    const auto address = reinterpret_cast<std::uint64_t>(pointer);
+    const auto within_block = [&](const unsigned char* begin, std::size_t size) {
+        return in_range(begin, size, address) && bytes <= size - (address - reinterpret_cast<std::uintptr_t>(begin));
+    };
+    char message[200];
+    if (!within_block(worker.static_shared, worker.static_shared_bytes) &&
+        !within_block(worker.view.dynamic_shared, worker.view.dynamic_shared_bytes)) {
+        snprintf(message, sizeof message, "%u bytes at address 0x%llx do not lie in the block's shared memory", bytes,
+                 static_cast<unsigned long long>(address));
+    } else if (address % align != 0) {
+        snprintf(message, sizeof message, "misaligned access to %u bytes of shared memory at address 0x%llx: expected "
+                 "a multiple of %u", bytes, static_cast<unsigned long long>(address), align);
+    } else {
+        return;
+    }
+    report_lane(worker, message, &site, nullptr, __builtin_frame_address(0));
+}
+
 void fail(const char* message, Site site) {
     report_lane(this_worker(), message, &site, nullptr, __builtin_frame_address(0));
 }

@@ -49,6 +49,35 @@ void shuffle_lanes(Warp& warp, unsigned arrived) {
     }
 }
 
+// What a lane at warp_gather waits with; its `value` is the address of one.
+struct GatherRequest {
+    const void* value;
+    unsigned bytes;
+    void* all;
+};
+
+void gather_lanes(Warp& warp, unsigned arrived) {
+    const auto request = [&](unsigned lane) {
+        return reinterpret_cast<const GatherRequest*>(static_cast<std::uintptr_t>(warp.lanes[lane].value));
+    };
+    const unsigned first = static_cast<unsigned>(__builtin_ctz(arrived));
+    const unsigned bytes = request(first)->bytes;
+    for (unsigned i = 0; i < kWarpSize; ++i) {
+        const bool here = (arrived >> i & 1u) != 0;
+        if (here && request(i)->bytes == bytes) continue;
+        Lane& lane = warp.lanes[first];
+        current_lane = &lane.view;
+        char message[160];
+        snprintf(message, sizeof message, "%s meets lane %u, which %s", name_of(lane.warp_operation), i,
+                 here ? "is at another one" : "has exited or is beyond the block");
+        fail_at(lane, message);
+    }
+    for (unsigned reader = 0; reader < kWarpSize; ++reader) {
+        auto* all = static_cast<unsigned char*>(request(reader)->all);
+        for (unsigned i = 0; i < kWarpSize; ++i) std::memcpy(all + i * bytes, request(i)->value, bytes);
+    }
+}
+
 std::uint64_t reduce_lanes(const Warp& warp, unsigned arrived, WarpOperation operation) {
     const auto first = static_cast<std::uint32_t>(warp.lanes[__builtin_ctz(arrived)].value);
     std::uint32_t total = first;
@@ -83,6 +112,7 @@ unsigned matching(const Warp& warp, unsigned arrived, std::uint64_t value) {
 void compute_results(Warp& warp, unsigned arrived, WarpOperation operation) {
     if (operation == WarpOperation::SyncWarp) return;
     if (is_shuffle(operation)) return shuffle_lanes(warp, arrived);
+    if (operation == WarpOperation::Gather) return gather_lanes(warp, arrived);
 
     if (operation == WarpOperation::MatchAny) {
         for (unsigned lanes = arrived; lanes != 0; lanes &= lanes - 1) {
@@ -144,7 +174,8 @@ const char* name_of(WarpOperation operation) {
         "__syncwarp",        "__shfl_sync",       "__shfl_up_sync",    "__shfl_down_sync",  "__shfl_xor_sync",
         "__ballot_sync",     "__any_sync",        "__all_sync",        "__match_any_sync",  "__match_all_sync",
         "__reduce_add_sync", "__reduce_add_sync", "__reduce_min_sync", "__reduce_min_sync", "__reduce_max_sync",
-        "__reduce_max_sync", "__reduce_and_sync", "__reduce_or_sync",  "__reduce_xor_sync"};
+        "__reduce_max_sync", "__reduce_and_sync", "__reduce_or_sync",  "__reduce_xor_sync",
+        "an instruction of the whole warp"};
     return names[static_cast<unsigned>(operation)];
 }
 
@@ -221,6 +252,12 @@ std::uint64_t warp_collective(WarpOperation operation, unsigned mask, std::uint6
     if (warp_barrier_complete(warp, barrier)) complete_warp_barrier(warp, slot);
     dispatch(*warp.worker);
     return lane.result;
+}
+
+void warp_gather(const void* value, unsigned bytes, void* all, Site site) {
+    const GatherRequest request{value, bytes, all};
+    warp_collective(WarpOperation::Gather, ~0u, reinterpret_cast<std::uintptr_t>(&request), 0,
+                    static_cast<int>(kWarpSize), site);
 }
 
 int block_barrier(BlockOperation operation, unsigned id, unsigned threads, int predicate, Site site) {

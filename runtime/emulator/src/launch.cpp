@@ -227,6 +227,7 @@ int launch(const LaunchRequest& request, const KernelBinding& kernel) {
 
     for (const auto& worker : workers) {
         release_stacks(worker->stacks);
+        release_copies(*worker);
         if (worker->dynamic_region != nullptr) munmap(worker->dynamic_region, worker->dynamic_region_bytes);
     }
     if (!enough_memory) return refuse(request, "not enough memory for the emulator's stacks and shared memory");

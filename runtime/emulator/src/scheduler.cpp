@@ -11,15 +11,7 @@ __thread Worker* current_worker = nullptr;
 
 namespace {
 
-// Half-word pattern that is a NaN as float, double, bfloat16 and half, and a huge number as an integer (not -1, which
-// kernels use to say "none"). Unwritten shared memory reads as this.
 constexpr std::uint64_t kPoison = 0x7FFD7FFD7FFD7FFDULL;
-
-void poison(unsigned char* memory, std::size_t bytes) {
-    std::size_t at = 0;
-    for (; at + 8 <= bytes; at += 8) std::memcpy(memory + at, &kPoison, 8);
-    std::memcpy(memory + at, &kPoison, bytes - at);
-}
 
 // One of the set bits of `bits`, by the worker's order.
 unsigned choose(Worker& worker, std::uint32_t bits) {
@@ -109,6 +101,7 @@ void set_up_block(Worker& worker, std::uint64_t linear_block) {
     worker.alive = worker.thread_count;
     worker.ready_warps = 0;
     std::memset(worker.barriers, 0, sizeof worker.barriers);
+    forget_copies(worker);
     unsigned thread = 0;
     for (unsigned w = 0; w < worker.warp_count; ++w) {
         Warp& warp = worker.warps[w];
@@ -128,6 +121,19 @@ void set_up_block(Worker& worker, std::uint64_t linear_block) {
 }
 
 }  // namespace
+
+void poison(unsigned char* memory, std::size_t bytes) {
+    std::size_t at = 0;
+    for (; at + 8 <= bytes; at += 8) std::memcpy(memory + at, &kPoison, 8);
+    std::memcpy(memory + at, &kPoison, bytes - at);
+}
+
+bool is_poison(const unsigned char* memory, std::size_t bytes) {
+    for (; bytes > 8; memory += 8, bytes -= 8) {
+        if (std::memcmp(memory, &kPoison, 8) != 0) return false;
+    }
+    return std::memcmp(memory, &kPoison, bytes) == 0;
+}
 
 void make_ready(Warp& warp, unsigned lanes) {
     if (lanes == 0) return;

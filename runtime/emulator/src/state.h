@@ -36,8 +36,28 @@ struct Lane {
     std::uint64_t value;
     std::uint64_t result;
     Site site;
+    // The copies it started: a list in the worker's pool, oldest first.
+    std::uint32_t first_copy;
+    std::uint32_t last_copy;
+    std::uint32_t copy_groups;  // committed so far
     void* frame;  // frame pointer inside the runtime call, start of a walk to the kernel's line
 };
+
+// A copy from global to shared memory that has been started and not yet waited for.
+struct PendingCopy {
+    unsigned char* shared;
+    const unsigned char* global;
+    std::uint32_t bytes;
+    std::uint32_t group;
+    std::uint32_t next;
+    bool valid;
+    unsigned char data[16];  // what `global` held at the start
+    Site site;
+};
+
+// 227 KiB of shared memory in words of 4 bytes, and some more.
+constexpr std::uint32_t kMaxPendingCopies = 64 * 1024;
+constexpr std::uint32_t kNoCopy = ~0u;
 
 // Lanes of one warp that wait for the rest of `mask`.
 struct WarpBarrier {
@@ -95,6 +115,11 @@ struct Worker {
     unsigned char* dynamic_region = nullptr;  // mapping that ends in a guard page
     std::size_t dynamic_region_bytes = 0;
 
+    // Pending copies of all lanes; mapped at the first, because a lane must not take the lock of malloc.
+    PendingCopy* copies = nullptr;
+    std::uint32_t copies_used = 0;           // entries ever taken in this block
+    std::uint32_t free_copy = kNoCopy;       // list of those given back
+
     const Buffer* last_read = nullptr;   // the buffers hit last: most accesses hit the same again
     const Buffer* last_write = nullptr;
 
@@ -138,6 +163,15 @@ void make_ready(Warp& warp, unsigned lanes);
 // Releases what can go on now that a lane exited.
 void release_after_exit(Worker& worker, Warp& warp);
 [[noreturn]] void leave_block(Worker& worker);  // abandons all lanes, back to the worker's own stack
+
+// Unwritten shared memory, and the destination of a copy in flight, hold a pattern that is a NaN as float, double,
+// bfloat16 and half, and a huge number as an integer (not -1, which kernels use to say "none").
+void poison(unsigned char* memory, std::size_t bytes);
+bool is_poison(const unsigned char* memory, std::size_t bytes);
+
+// copies.cpp
+void forget_copies(Worker& worker);  // before a block
+void release_copies(Worker& worker);
 
 // collectives.cpp
 bool warp_barrier_complete(const Warp& warp, const WarpBarrier& barrier);

@@ -67,6 +67,7 @@ enum class WarpOperation : std::uint8_t {
     ReduceAnd,
     ReduceOr,
     ReduceXor,
+    Gather,
 };
 
 // Operations in which all threads of a block (or the stated number, for named barriers) meet.
@@ -82,11 +83,26 @@ MOESAIC_EMULATE_API std::uint64_t warp_collective(WarpOperation operation, unsig
 MOESAIC_EMULATE_API int block_barrier(BlockOperation operation, unsigned id, unsigned threads, int predicate,
                                       Site site);
 
+// Waits until all 32 lanes of the warp are here, then writes what each holds into `all`, lane by lane. For instructions
+// that a whole warp executes as one (tensor cores): a lane that has exited, or never existed, is an error.
+MOESAIC_EMULATE_API void warp_gather(const void* value, unsigned bytes, void* all, Site site);
+
 // Lanes of the warp that reached this call together: all that wait here once no other lane of the warp can go on.
 MOESAIC_EMULATE_API unsigned active_mask(Site site);
 
 // Checks one access to global memory against the registered buffers.
 MOESAIC_EMULATE_API void check_access(const void* address, unsigned bytes, unsigned align, bool write, Site site);
+
+// Checks that an address lies in the block's shared memory.
+MOESAIC_EMULATE_API void check_shared(const void* address, unsigned bytes, unsigned align, Site site);
+
+// A copy from global to shared memory that this lane starts: 4, 8 or 16 bytes, zeros if not `valid`. From here to the
+// wait that covers it the destination holds poison, and neither side may change.
+MOESAIC_EMULATE_API void copy_async(void* shared, const void* global, unsigned bytes, bool valid, Site site);
+// Closes the group of the copies that this lane started since the last commit; it may be empty.
+MOESAIC_EMULATE_API void copy_commit();
+// Finishes all groups of this lane but the `groups_left` committed last.
+MOESAIC_EMULATE_API void copy_wait(unsigned groups_left, Site site);
 
 // Lets other lanes run. `always` false: only now and then, and only under a seeded order (finds more interleavings).
 MOESAIC_EMULATE_API void yield_lane(bool always);

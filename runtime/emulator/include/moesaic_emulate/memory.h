@@ -1,4 +1,4 @@
-// Global memory: the check hook, cached loads and stores, fences.
+// Global and shared memory: the check hooks, asynchronous copies, cached loads and stores, fences.
 #pragma once
 
 using moesaic_emulate_site = ::moesaic_emulate::Site;
@@ -7,6 +7,23 @@ using moesaic_emulate_site = ::moesaic_emulate::Site;
 inline void moesaic_emulate_access(const void* address, unsigned bytes, unsigned align, bool write,
                                    moesaic_emulate_site site = moesaic_emulate_site::here()) {
     ::moesaic_emulate::check_access(address, bytes, align, write, site);
+}
+
+// Device helpers call this before PTX would take an address of shared memory.
+inline void moesaic_emulate_shared_access(const void* address, unsigned bytes, unsigned align,
+                                          moesaic_emulate_site site = moesaic_emulate_site::here()) {
+    ::moesaic_emulate::check_shared(address, bytes, align, site);
+}
+
+// PTX `cp.async`, `cp.async.commit_group` and `cp.async.wait_group` for helpers that wrap them.
+inline void moesaic_emulate_copy_async(void* shared, const void* global, unsigned bytes, bool valid,
+                                       moesaic_emulate_site site = moesaic_emulate_site::here()) {
+    ::moesaic_emulate::copy_async(shared, global, bytes, valid, site);
+}
+inline void moesaic_emulate_copy_commit() { ::moesaic_emulate::copy_commit(); }
+inline void moesaic_emulate_copy_wait(unsigned groups_left,
+                                      moesaic_emulate_site site = moesaic_emulate_site::here()) {
+    ::moesaic_emulate::copy_wait(groups_left, site);
 }
 
 // Loads and stores with a cache hint: the hint has no meaning here.

@@ -1,7 +1,7 @@
 // Force-included before a kernel's text: the CUDA language on a host C++ compiler.
 //
-// Not emulated: inline PTX, cp.async, TMA, mbarrier, tensor cores, clusters. Generated code puts each of these behind
-// a helper with a portable body for `#ifdef MOESAIC_EMULATE`.
+// Not emulated: inline PTX, TMA, mbarrier, wgmma, clusters. Generated code puts each of these behind a helper with a
+// portable body for `#ifdef MOESAIC_EMULATE`. For cp.async, ldmatrix and mma.sync there is what such a body builds on.
 #pragma once
 
 // Qualifiers first: CUDA's own headers define only those that are still undefined.

@@ -92,3 +92,11 @@ MOESAIC_EMULATE_REDUCE(__reduce_xor_sync, unsigned, ReduceXor)
 inline unsigned __activemask(moesaic_emulate_site site = moesaic_emulate_site::here()) {
     return ::moesaic_emulate::active_mask(site);
 }
+
+// What each lane of the warp holds, by lane: for helpers that wrap an instruction of the whole warp.
+template <class T>
+inline void moesaic_emulate_gather(const T& value, T (&all)[MOESAIC_EMULATE_WARP_SIZE],
+                                   moesaic_emulate_site site = moesaic_emulate_site::here()) {
+    static_assert(std::is_trivially_copyable_v<T>, "lanes exchange bytes");
+    ::moesaic_emulate::warp_gather(&value, sizeof(T), all, site);
+}
