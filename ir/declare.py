@@ -1,7 +1,8 @@
 """What a person declares: a router by its arguments, turned into IR.
 
-The grammar, in order: logits (+ gate bias) -> score over all experts -> selection score (+ selection bias) -> group
-filter -> top-k -> weight of each pick, from the score without the selection bias -> division -> scale.
+The grammar, in order: logits (+ gate bias) -> cap -> score over all experts -> selection score (+ selection bias) ->
+group filter -> top-k -> weight of each pick, from the score without the selection bias -> division -> scale, constant and
+per expert.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from typing import Any
 
 from moesaic.ir.attributes import Call
 from moesaic.ir.builder import Builder
-from moesaic.ir.core import Module, OpResult, Value, create_one
+from moesaic.ir.core import Constant, Module, OpResult, Value, create_one
 from moesaic.ir.errors import InputError, suggestion
 from moesaic.ir.types import DType, symbol, tensor
 
 Score = str | Callable[[Value], Value]
 
-OUTPUTS = ("weights", "indices", "counts", "probs", "map")
+OUTPUTS = ("weights", "indices", "counts", "probs", "map", "scores")
 
 
 def _sqrtsoftplus(x: Value) -> Value:
@@ -75,11 +76,11 @@ def sum_top(n: int) -> Call:
 class Router:
     """Which experts a token goes to, and with what weight.
 
-    With x the logits [T, E] in float32 (plus the gate bias), s the score function and b the selection bias::
+    With x the logits [T, E] in float32 (plus the gate bias, capped), s the score function, b the selection bias::
 
         score_then_topk:  i = topk(s(x) + b),  w_k = s(x)[i_k]
         topk_then_score:  i = topk(x + b),     w   = s(x[i])
-        weights = scale * w / max(sum w + eps, min)      (the division only if renormalised)
+        weights_k = scale * expert_scale[i_k] * w_k / max(sum w + eps, min)      (what is declared of it)
 
     Selection order is (value descending, index ascending), -0 equal to +0, NaN below -inf. Where the score is strictly
     increasing in the logit and nothing is added to it, picks are ranked on the logits: the same order in exact
@@ -92,13 +93,16 @@ class Router:
         order: ``"score_then_topk"`` or ``"topk_then_score"``.
         selection_bias: input ``bias`` [E] f32, added for selection only; it gets no gradient.
         gate_bias: input ``gate_bias`` [E] f32, added to the logits; it gets a gradient.
+        logit_cap: c of c * tanh(x / c), which bounds the logits; ``None`` for no cap.
         groups, groups_kept: only the best `groups_kept` of `groups` equal groups of experts can be picked.
         group_score: ``"max"``, ``"sum_top2"`` or ``sum_top(n)``.
         renormalize: ``True`` (divide by the sum), ``False`` or ``norm.sum(eps=, min=)``.
         renorm_eps: added to the sum, with ``renormalize=True``.
         scale: constant factor of the weights.
+        expert_scale: input ``expert_scale`` [E] f32, a learned factor of each expert's weight; it gets a gradient.
         outputs: any of ``weights`` [T, K], ``indices`` [T, K] i32, ``counts`` [E] i32, ``probs`` [T, E] in the logits'
-            dtype (the weight where picked, else 0), ``map`` [T, E] u8 (1 where picked).
+            dtype (the weight where picked, else 0), ``map`` [T, E] u8 (1 where picked), ``scores`` [T, E] f32 (s(x) over
+            all experts, whatever is picked).
         dtype: of the logits; ``None`` takes it from each call.
         weights_dtype: of ``weights``.
         rank: ``"auto"`` or ``"score"``, see above.
@@ -113,12 +117,14 @@ class Router:
     order: str = "score_then_topk"
     selection_bias: bool = False
     gate_bias: bool = False
+    logit_cap: float | None = None
     groups: int | None = None
     groups_kept: int | None = None
     group_score: str | Call = "sum_top2"
     renormalize: bool | Normalization = False
     renorm_eps: float = 0.0
     scale: float = 1.0
+    expert_scale: bool = False
     outputs: tuple[str, ...] = ("weights", "indices", "counts")
     dtype: str | None = None
     weights_dtype: str = "fp32"
@@ -145,6 +151,8 @@ class Router:
         norm.sum(eps=self.renorm_eps)
         if not isinstance(self.scale, int | float) or abs(self.scale) == float("inf") or self.scale != self.scale:
             raise InputError(f"scale must be a finite number, found {self.scale!r}")
+        if self.logit_cap is not None and not 0 < self.logit_cap < float("inf"):
+            raise InputError(f"logit_cap must be a finite number > 0, or None, found {self.logit_cap!r}")
         object.__setattr__(self, "outputs", tuple(self.outputs))
         if not self.outputs:
             raise InputError(f"outputs is empty; name at least one of {', '.join(OUTPUTS)}")
@@ -197,17 +205,24 @@ class Router:
         logits: Value = b.input("logits", tensor(logits_dtype, tokens, self.num_experts))
         if self.gate_bias:
             logits = logits + b.input("gate_bias", tensor(DType.F32, self.num_experts))
+        uncapped = logits
+        if self.logit_cap is not None:
+            logits = create_one("math.tanh", logits / float(self.logit_cap)) * float(self.logit_cap)
+            logits.name = "capped"
         bias = b.input("bias", tensor(DType.F32, self.num_experts)) if self.selection_bias else None
-        indices, weights = self._select(b, logits, bias)
+        indices, weights = self._select(b, uncapped, logits, bias)
         if self.normalization is not None:
             n = self.normalization
             weights = b.op("row.normalize", weights, eps=n.eps or None, min=n.min or None)
         if self.scale != 1.0:
             weights = weights * float(self.scale)
-        made = {name: self._output(b, name, weights, indices, logits_dtype) for name in self.outputs}
+        if self.expert_scale:
+            factors = b.input("expert_scale", tensor(DType.F32, self.num_experts))
+            weights = weights * b.op("row.gather", factors, indices)
+        made = {name: self._output(b, name, weights, indices, logits, logits_dtype) for name in self.outputs}
         return b.build(**made)
 
-    def _select(self, b: Builder, logits: Value, bias: Value | None) -> tuple[Value, Value]:
+    def _select(self, b: Builder, uncapped: Value, logits: Value, bias: Value | None) -> tuple[Value, Value]:
         """(indices, weights before the division)."""
         if self.order == "topk_then_score":
             selection = logits if bias is None else logits + bias
@@ -219,7 +234,7 @@ class Router:
         if bias is not None:
             selection = scores + bias
             selection.name = "selection"
-        ranked = logits if bias is None and self.rank == "auto" and _increasing(scores, logits) else selection
+        ranked = uncapped if bias is None and self.rank == "auto" and _increasing(scores, uncapped) else selection
         _, indices = b.op("row.topk", ranked, *self._allowed(b, selection), k=self.top_k)
         return indices, b.op("row.gather", scores, indices, named="picked_scores")
 
@@ -249,7 +264,9 @@ class Router:
             ),
         )
 
-    def _output(self, b: Builder, name: str, weights: Value, indices: Value, dtype: DType) -> Value:
+    def _output(self, b: Builder, name: str, weights: Value, indices: Value, logits: Value, dtype: DType) -> Value:
+        if name == "scores":
+            return self._score(logits)
         if name == "weights":
             target = DType.parse(self.weights_dtype)
             return weights if weights.type.dtype is target else _op(b, "math.cast", weights, dtype=target.value)
@@ -296,12 +313,16 @@ def _increasing(scores: Value, logits: Value) -> bool:
     """Whether the scores are a chain of strictly increasing ops over the logits, each where it is defined."""
     value = scores
     while value is not logits:
-        if not isinstance(value, OpResult) or len(value.op.operands) != 1:
+        if not isinstance(value, OpResult):
             return False
-        operand = value.op.operands[0]
-        if not getattr(value.op, "strictly_increasing", False):
+        op, operand = value.op, value.op.operands[0]
+        if op.name in ("math.mul", "math.div"):
+            factor = op.operands[1]
+            if not isinstance(factor, Constant) or not 0 < factor.value < float("inf"):
+                return False
+        elif len(op.operands) != 1 or not getattr(op, "strictly_increasing", False):
             return False
-        if getattr(value.op, "needs_positive", False):
+        if getattr(op, "needs_positive", False):
             made_by = operand.op if isinstance(operand, OpResult) else None
             if not getattr(made_by, "gives_positive", False):
                 return False

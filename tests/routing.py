@@ -26,6 +26,9 @@ BACKENDS = [pytest.param("reference"), *COMPILED]
 INF = float("inf")
 NAN = float("nan")
 
+# Tolerances -----------------------------------------------------------------------------------------------------------
+# All of them, each with its reason: a test that needs another one states it here.
+
 EXACT = 1e-6
 """Of the largest value, for float32 results: a few units in the last place (6e-8 each) of a short chain of float32
 operations. A float32 result against float64 has no more error than that; a wrong formula has far more."""
@@ -35,6 +38,27 @@ GRADIENT = 1e-5
 
 ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 """Twice what one rounding to the type may change, relative to the value."""
+
+SATURATED = 4e-7
+"""Absolute error of a gradient, for scale 1: s (1 - s) of a saturated float32 score s has only the digits of 1 - s, and
+cotangents reach 4 or so. Tests that allow it have gradients above 1e-3."""
+
+TIE = 1e-6
+"""Two experts may change places if what they are ranked by differs by less: such values lie within 5 of zero in tests,
+where two float32 ways to one sum differ by a few units in the last place (5e-7)."""
+
+DIGITS = 5e-5
+"""Of the largest value, for numbers written down with five digits after the point, the largest of them above 0.1."""
+
+DOUBLE = 1e-13
+"""Relative and absolute, for float64 values near 1 before and after a rewrite: it reorders no sum and reassociates
+nothing, so that they agree to a few roundings (1e-16 each)."""
+
+DOUBLE_GRADIENT = 1e-10
+"""Of the largest value (or of 1e-3, if all are smaller), for float64 gradients by two ways: they subtract nearly equal
+numbers."""
+
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def device_of(backend: str) -> str:

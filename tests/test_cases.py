@@ -9,13 +9,11 @@ import sys
 
 import pytest
 import torch
-from routing import BACKENDS, EXACT, GRADIENT, INF, assert_close, assert_same, assert_zero, device_of, run
+from routing import BACKENDS, DIGITS, EXACT, GRADIENT, INF, assert_close, assert_same, assert_zero, device_of, run
 
 import moesaic as mo
 
 LN2, LN3 = math.log(2), math.log(3)
-
-DIGITS = 2e-5  # numbers written with five digits
 
 
 def route(backend: str, router: mo.Router, logits: list[list[float]], dtype=torch.float32, **inputs):
@@ -198,7 +196,7 @@ def test_gradient_of_a_softmax_reaches_experts_not_picked(backend: str) -> None:
     leaf, r = route(backend, mo.Router(4, 1), [[LN3, LN2, 0.0, 0.0]])
     r.weights.sum().backward()
     # p0 (1 - p0), -p0 p1, -p0 p2, -p0 p3 with p = (3, 2, 1, 1) / 7
-    assert_close("gradient", leaf.grad, torch.tensor([[0.24490, -0.12245, -0.06122, -0.06122]]), 5e-5)
+    assert_close("gradient", leaf.grad, torch.tensor([[0.24490, -0.12245, -0.06122, -0.06122]]), DIGITS)
     assert_close("gradient", leaf.grad, torch.tensor([[12.0, -6, -3, -3]]) / 49, GRADIENT)
 
 
@@ -220,7 +218,7 @@ def test_gradients_of_two_outputs_add_up(backend: str) -> None:
 # What was built, and what ran -----------------------------------------------------------------------------------------
 
 _PRINT_SOURCES = """
-import hashlib, sys
+import sys
 import moesaic as mo
 from moesaic.runtime.program import program_of
 routers = [
@@ -231,10 +229,13 @@ routers = [
     mo.Router(60, 40, score=lambda x: mo.math.sqrt(mo.math.softplus(x)), rank="score"),
 ]
 for router in routers:
-    print(program_of(router.module()).key)
-    for symbol, kernel in mo.compile(router, target="sm_90a").kernels.items():
-        print(symbol)
-        sys.stdout.write(kernel.source)
+    program = program_of(router.module())
+    print(program.key)
+    for kind in ("forward", "training", "backward"):
+        for kernel in program.executable(kind, "sm_90a", ()).kernels:
+            print(kernel.symbol)
+            sys.stdout.write(kernel.source)
+assert "torch" not in sys.modules  # it takes longer to load than all of this
 """
 
 
@@ -250,7 +251,7 @@ def test_generated_text_does_not_depend_on_hash_seeds() -> None:
         )
         assert done.returncode == 0, done.stderr.decode()
         texts.append(done.stdout)
-    assert texts[0].count(b"__global__") >= 9
+    assert texts[0].count(b"__global__") >= 16
     assert all(text == texts[0] for text in texts[1:])
 
 
@@ -309,7 +310,7 @@ def test_the_emulator_refuses_cuda_tensors() -> None:
 
 def test_comparisons_see_zeros_and_refuse_to_expect_them() -> None:
     values = torch.tensor([1e-6, -2e-6])
-    assert_close("values", values.clone(), values, 1e-6)
+    assert_close("values", values.clone(), values, EXACT)
     with pytest.raises(AssertionError, match="of the largest value"):
         assert_close("values", torch.zeros(2), values, 1e-3)  # relative to their size, however small that is
     with pytest.raises(AssertionError, match="which tests nothing"):

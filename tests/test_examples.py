@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from routing import EXAMPLES, example
+from routing import EXACT, EXAMPLES, example
 
 import moesaic as mo
 
@@ -63,4 +63,4 @@ def test_text_runs_as_generated_code(name: str) -> None:
         wanted = mo.compile(router, backend="reference")(logits, **inputs)
     assert torch.equal(got.indices, wanted.indices)
     assert torch.equal(got.counts, wanted.counts)
-    torch.testing.assert_close(got.weights, wanted.weights, rtol=1e-6, atol=0)
+    torch.testing.assert_close(got.weights, wanted.weights, rtol=EXACT, atol=0)

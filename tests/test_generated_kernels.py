@@ -1,7 +1,8 @@
 """What NVRTC makes of generated kernels: no spills, no stack, and registers within a budget, on three generations.
 
-Sizes, storage types, outputs, directions and token buckets are spread over the targets rather than multiplied; that every
-choice meets every target is checked. What the kernels compute is the business of other tests.
+Sizes, storage types, outputs, directions and token buckets are spread over the targets, not multiplied with them; a
+test makes sure that all of them meet. What the kernels compute is the business of other tests. How long NVRTC took is
+printed at the end of the run and checked by nobody.
 """
 
 from __future__ import annotations
@@ -21,9 +22,15 @@ TARGETS = ("sm_80", "sm_90a", "sm_100a")
 DIRECTIONS = ("forward", "training", "backward")
 BUCKETS = ("few", "many")
 
+WARPS = {64: 12, 256: 10, 1024: 8}
+"""Longest row: warps that registers must leave room for on a multiprocessor. Rows of that length are read once and
+written once; so many warps with a few loads each in flight keep the memory busy."""
+
+FINISH_REGISTERS = 64  # of a kernel that adds the partial rows of column sums
+
 COMPACT = ("weights", "indices", "counts")
 DENSE = ("probs", "map")
-DEEPSEEK = {"score": "sigmoid", "selection_bias": True, "groups": 8, "groups_kept": 4, "renormalize": True, "scale": 2.5}
+DEEPSEEK = dict(score="sigmoid", selection_bias=True, groups=8, groups_kept=4, renormalize=True, scale=2.5)
 
 
 def _log_score(x: mo.ir.core.Value) -> mo.ir.core.Value:
@@ -36,6 +43,10 @@ ROUTERS: dict[str, tuple[str, mo.Router]] = {  # name: dtype of the logits, rout
     "llama4": ("bf16", mo.Router(16, 1, score="sigmoid", order="topk_then_score", outputs=("probs", *COMPACT))),
     "E60-user-score": ("bf16", mo.Router(60, 6, score=_log_score, renormalize=True)),
     "E60-user-score-dense": ("fp32", mo.Router(60, 6, score=_log_score, rank="score", outputs=DENSE)),
+    "E60-all-picked": (
+        "bf16",
+        mo.Router(60, 60, score="sqrtsoftplus", selection_bias=True, gate_bias=True, renormalize=True, outputs=DENSE),
+    ),
     "E64-sort": ("fp16", mo.Router(64, 40, renormalize=True)),
     "E64-bias": ("fp32", mo.Router(64, 6, selection_bias=True, renormalize=mo.norm.sum(min=1e-12))),
     "qwen3": ("bf16", mo.Router(128, 8, renormalize=True)),
@@ -55,6 +66,10 @@ ROUTERS: dict[str, tuple[str, mo.Router]] = {  # name: dtype of the logits, rout
     "E1000-groups": ("fp16", mo.Router(1000, 4, groups=8, groups_kept=2, group_score=mo.sum_top(3))),
     "E1024": ("bf16", mo.Router(1024, 8, renormalize=True, outputs=DENSE)),
     "E1024-fp32": ("fp32", mo.Router(1024, 16, score="sigmoid", gate_bias=True, selection_bias=True, outputs=DENSE)),
+    "E1024-groups": (
+        "fp16",
+        mo.Router(1024, 6, **{**DEEPSEEK, "order": "topk_then_score"}, gate_bias=True, outputs=(*DENSE, "indices")),
+    ),
     "E1024-sort": ("fp16", mo.Router(1024, 64, score="sigmoid", renormalize=True)),
 }
 
@@ -87,3 +102,58 @@ def _cases() -> list[Case]:
 
 
 CASES = _cases()
+
+KNOWN = {
+    ("E64-sort", "forward"): "sums over 16 picks and more a lane keep them in local memory",
+    ("E64-sort", "training"): "sums over 16 picks and more a lane keep them in local memory",
+    ("E64-sort", "backward"): "sums over 16 picks and more a lane keep them in local memory",
+}
+"""Cases that use local memory and should not. One that passes is reported as XPASS: then its line goes."""
+
+
+def _parameter(case: Case) -> object:
+    reason = KNOWN.get((case.router, case.direction))
+    # Not strict: a change of the rule that configures kernels moves such cases, and must not have to come here first.
+    marks = [pytest.mark.xfail(reason=reason, raises=AssertionError, strict=False)] if reason else []
+    return pytest.param(case, id=str(case), marks=marks)
+
+
+def test_cases_hold_every_choice() -> None:
+    choices = set(itertools.product(DIRECTIONS, BUCKETS, TARGETS))
+    assert {(c.direction, c.tokens, c.target) for c in CASES} == choices
+    for router in ROUTERS:
+        assert {c.target for c in CASES if c.router == router} == set(TARGETS)
+        assert {c.direction for c in CASES if c.router == router} == set(DIRECTIONS)
+    assert {router.num_experts for _, router in ROUTERS.values()} >= {8, 60, 64, 128, 256, 384, 512, 1000, 1024}
+    assert {dtype for dtype, _ in ROUTERS.values()} == {"bf16", "fp16", "fp32"}
+    text = "".join(kernel.source for case in CASES for kernel in case.kernels())
+    for way in ("select=merge", "select=collect", "select=rounds", "select=sort"):
+        assert way in text
+    for way in ("groups=lanes", "groups=shared", "prefetch=on", "prefetch=off", "grid=cover", "grid=persistent"):
+        assert way in text
+
+
+def budget(symbol: str, experts: int, target: Target) -> int:
+    """Registers a thread that a kernel may use."""
+    if symbol.endswith("_finish"):
+        return FINISH_REGISTERS
+    warps = next(warps for longest, warps in WARPS.items() if experts <= longest)
+    fitting = target.registers_per_sm // (warps * WARP_THREADS) // 8 * 8  # handed out in eights
+    return min(fitting, target.max_registers_per_thread)
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("case", map(_parameter, CASES))
+def test_kernels_fit_registers(case: Case, record_property: pytest.RecordProperty) -> None:
+    target = Target.parse(case.target)
+    _, router = ROUTERS[case.router]
+    over = []
+    for kernel in case.kernels():
+        compiled = compiled_kernel(kernel, target)
+        used = compiled.resources
+        record_property("nvrtc", [f"{case}: {kernel.symbol}", compiled.seconds])
+        allowed = budget(kernel.symbol, router.num_experts, target)
+        if used.uses_local_memory or not 0 < used.registers <= allowed:
+            over.append(f"{kernel.symbol}: {used}; at most {allowed} registers, no spills and no stack are allowed")
+        assert used.static_shared_bytes <= target.shared_static
+    assert not over, "\n".join(over)

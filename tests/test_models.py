@@ -1,7 +1,7 @@
 """Routers of open models: what a declared router computes is what the model's own module in `transformers` computes.
 
 Modules get random weights; nothing is downloaded. They run on the CPU in float32 and are fed hidden states; a declared
-router gets the logits of the same product. Expert sets must be equal except where rounding decides (see `GAP`).
+router gets the logits of the same product. Expert sets must be equal except where rounding decides (see `TIE`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from routing import (
     BACKENDS,
     EXACT,
     GRADIENT,
+    TIE,
     assert_close,
     by_expert,
     cotangent,
@@ -32,12 +33,9 @@ pytest.importorskip("transformers")
 HIDDEN = 64
 TOKENS = 67
 
-GAP = 1e-6
-"""Rows where the last pick, or the last group kept, leads by less than this are left out. Selection values here lie
-within 5 of zero, and two float32 ways to the same sum differ by a few units in the last place of that (5e-7)."""
-
 MOST_LEFT_OUT = 2
-"""Rows of 67; with gaps of about 1e-2 between neighbours at the cut, a row is this close once in ten thousand."""
+"""Rows of 67 that may be left out because the last pick, or the last group kept, leads by less than `TIE`: with gaps of
+about 1e-2 between neighbours at the cut, a row is this close once in ten thousand."""
 
 CORRECTION = 0.05  # spread of selection biases: it changes many picks, and does not decide them alone
 
@@ -199,7 +197,7 @@ def test_routes_like_the_model(name: str, backend: str) -> None:
     picked = torch.zeros_like(wanted.picked).scatter(-1, indices.long(), True)
 
     # Where rounding decides, both choices are right; those rows, and only those, are left out.
-    compared = ~near_cut(router, selection(router, product, correction, inputs.get("gate_bias")), GAP)
+    compared = ~near_cut(router, selection(router, product, correction, inputs.get("gate_bias")), TIE)
     assert int((~compared).sum()) <= MOST_LEFT_OUT
     assert torch.equal(picked[compared], wanted.picked[compared])
     assert torch.equal(r.counts.cpu(), picked.sum(0, dtype=torch.int32))
@@ -226,7 +224,7 @@ def test_dense_weights_like_llama4(backend: str) -> None:
     wanted, _ = of_module(family, family.build(), None)
     logits = wanted.logits.to(device_of(backend)).requires_grad_()
     r = mo.compile(router, backend=backend)(logits)
-    assert not near_cut(router, selection(router, wanted.logits), GAP).any()
+    assert not near_cut(router, selection(router, wanted.logits), TIE).any()
     assert torch.equal(r.probs.cpu() == 0, ~wanted.picked)
     assert_close("probs", r.probs, wanted.dense, EXACT)
     (d_logits,) = torch.autograd.grad(r.probs, logits, cotangent(r.probs, seed=9))

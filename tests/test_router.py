@@ -511,3 +511,41 @@ def test_float64_runs_on_the_reference_only() -> None:
 def test_declarations_without_a_meaning(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         mo.Router(**{"num_experts": 8, "top_k": 2, **arguments})
+
+
+# The rest of the grammar ----------------------------------------------------------------------------------------------
+
+CAPPED = [
+    mo.Router(
+        64, 6, score="sigmoid", logit_cap=2.0, expert_scale=True, renormalize=True, outputs=("weights", "probs", "scores")
+    ),
+    mo.Router(60, 4, logit_cap=3.0, gate_bias=True, expert_scale=True, outputs=("weights", "indices", "scores")),
+    mo.Router(17, 3, order="topk_then_score", logit_cap=5.0, expert_scale=True, outputs=("weights", "indices")),
+]  # fmt: skip
+
+
+@compiled_backend
+@pytest.mark.parametrize("router", CAPPED, ids=["sigmoid", "gate_bias", "topk_then_score"])
+def test_caps_scores_and_learned_factors(router: mo.Router, backend: str) -> None:
+    """Values and all gradients against float64: the logits', the gate bias's and the factors'."""
+    device = device_of(backend)
+    logits = logits_for(router, 67, device)
+    generator = torch.Generator().manual_seed(5)
+    others = {"expert_scale": (0.5 + torch.rand(router.num_experts, generator=generator)).to(device)}
+    if router.gate_bias:
+        others["gate_bias"] = 0.3 * torch.randn(router.num_experts, generator=generator).to(device)
+    got = run(mo.compile(router, backend=backend), logits, **others)
+    exact = run(mo.compile(router, backend="reference"), logits.double(), **{n: t.double() for n, t in others.items()})
+    assert got.gradients.keys() == {"logits", *others}
+    for name, value in exact.outputs.items():
+        if value.dtype.is_floating_point:
+            assert_close(name, got.outputs[name], value, EXACT)
+    for name, gradient in exact.gradients.items():
+        assert_close(f"gradient of {name}", got.gradients[name], gradient, GRADIENT)
+
+
+def test_a_cap_does_not_decide_ties() -> None:
+    """Both logits are 3 after the cap in float32; the larger one is still the first pick."""
+    logits = torch.tensor([[200.0, 400.0, 0.0, 0.0]])
+    result = mo.compile(mo.Router(4, 2, logit_cap=3.0), backend="reference")(logits)
+    assert result.indices.tolist() == [[1, 0]]

@@ -18,6 +18,8 @@ from routing import (
     EXACT,
     GRADIENT,
     ROUNDING,
+    SATURATED,
+    TIE,
     Run,
     assert_close,
     by_expert,
@@ -35,13 +37,6 @@ SIZES = (1, 2, 3, 5, 7, 8, 12, 60, 96, 127, 128, 160, 256, 257, 384, 512, 1000, 
 TOKENS = (13, 29)
 FEW = 24
 """Kernels for few tokens run up to so many, those for many above: each sample runs one kind."""
-
-TIE = 1e-6
-"""Two experts may change places if what they are ranked by differs by less: float32 and float64 rank alike above it."""
-
-SATURATED = 4e-7
-"""Absolute error of a gradient, for scale 1: s (1 - s) of a saturated float32 score s has only the digits of 1 - s, and
-cotangents reach 4 or so. The largest gradient of a sample is above 1e-3."""
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from routing import EXACT, GRADIENT, assert_close, cotangent
+from routing import EXACT, GRADIENT, ROUNDING, assert_close, cotangent
 from torch_calls import ROUTERS, floats_of, leaves, logits_of, others_of, step
 
 import moesaic as mo
@@ -66,8 +66,7 @@ def test_the_gpu_agrees_with_the_emulator(name: str, dtype: torch.dtype) -> None
     for number, (a, e) in enumerate(zip(actual, emulated, strict=True)):
         if e.dtype.is_floating_point:
             result = number < len(router.outputs)
-            rounding = 0.0 if e.dtype == torch.float32 else 2.0**-8
-            assert_close(f"value {number}", a, e, (EXACT if result else GRADIENT) + rounding)
+            assert_close(f"value {number}", a, e, (EXACT if result else GRADIENT) + ROUNDING[e.dtype])
         else:
             assert torch.equal(a.cpu(), e)
 

@@ -41,14 +41,14 @@ std::uint32_t take_entry(Worker& worker, Site site) {
 void finish(const PendingCopy& copy, Site site) {
     const char* changed = nullptr;
     if (!is_poison(copy.shared, copy.bytes)) {
-        changed = "its destination was written, or is that of another copy, before this wait";
+        changed = "its destination was written meanwhile, or is that of another copy in flight";
     } else if (copy.valid && std::memcmp(copy.data, copy.global, copy.bytes) != 0) {
-        changed = "its source was written before this wait";
+        changed = "its source was written meanwhile";
     }
     if (changed != nullptr) {
-        char message[300];
-        snprintf(message, sizeof message, "the asynchronous copy of %u bytes started in line %d of %s: %s", copy.bytes,
-                 copy.site.line, copy.site.file, changed);
+        char message[200];
+        snprintf(message, sizeof message, "an asynchronous copy of %u bytes that this wait covers: %s", copy.bytes,
+                 changed);
         fail_here(message, site);
     }
     std::memcpy(copy.shared, copy.data, copy.bytes);
@@ -80,7 +80,7 @@ void copy_async(void* shared, const void* global, unsigned bytes, bool valid, Si
     const std::uint32_t entry = take_entry(worker, site);
     PendingCopy& copy = worker.copies[entry];
     copy = {static_cast<unsigned char*>(shared), static_cast<const unsigned char*>(global), bytes, lane.copy_groups,
-            kNoCopy, valid, {}, site};
+            kNoCopy, valid, {}};
     if (valid) std::memcpy(copy.data, global, bytes);
     poison(copy.shared, bytes);
     if (lane.first_copy == kNoCopy) {

@@ -52,7 +52,6 @@ struct PendingCopy {
     std::uint32_t next;
     bool valid;
     unsigned char data[16];  // what `global` held at the start
-    Site site;
 };
 
 // 227 KiB of shared memory in words of 4 bytes, and some more.

@@ -93,6 +93,12 @@ inline unsigned __activemask(moesaic_emulate_site site = moesaic_emulate_site::h
     return ::moesaic_emulate::active_mask(site);
 }
 
+// PTX `%laneid`.
+inline unsigned moesaic_emulate_lane() {
+    const uint3& thread = threadIdx;
+    return ((thread.z * blockDim.y + thread.y) * blockDim.x + thread.x) % MOESAIC_EMULATE_WARP_SIZE;
+}
+
 // What each lane of the warp holds, by lane: for helpers that wrap an instruction of the whole warp.
 template <class T>
 inline void moesaic_emulate_gather(const T& value, T (&all)[MOESAIC_EMULATE_WARP_SIZE],
