@@ -413,7 +413,7 @@ def test_a_router_is_only_a_function_of_ops():
 
 
 def test_a_cap_bounds_the_logits_and_picks_rank_below_it() -> None:
-    module = Router(16, 2, logit_cap=5.0, renormalize=True).module("bf16")
+    module = mo.Router(16, 2, logit_cap=5.0, renormalize=True).module("bf16")
     text = str(module)
     assert "math.div %logits, 5.0" in text and "math.tanh" in text
     assert "row.softmax %capped" in text
@@ -421,18 +421,18 @@ def test_a_cap_bounds_the_logits_and_picks_rank_below_it() -> None:
 
 
 def test_a_learned_factor_per_expert_reaches_weights_and_gets_a_gradient() -> None:
-    module = Router(16, 2, expert_scale=True).module()
+    module = mo.Router(16, 2, expert_scale=True).module()
     assert "row.gather %expert_scale, %indices" in str(module)
     backward = derive(module.entry)
     assert backward is not None and "d_expert_scale" in backward.result_names
 
 
 def test_scores_cover_all_experts_in_float32() -> None:
-    module = Router(16, 2, score="sigmoid", outputs=("weights", "scores")).module("bf16")
+    module = mo.Router(16, 2, score="sigmoid", outputs=("weights", "scores")).module("bf16")
     assert str(module.entry.result_types[1]) == "tensor<Tx16xf32>"
 
 
 @pytest.mark.parametrize("cap", [0.0, -1.0, float("inf"), float("nan")])
 def test_a_cap_that_cannot_be_is_refused(cap: float) -> None:
     with pytest.raises(InputError, match="logit_cap must be a finite number > 0"):
-        Router(16, 2, logit_cap=cap)
+        mo.Router(16, 2, logit_cap=cap)
