@@ -27,6 +27,7 @@ _SHARED_LIMIT = 48 * 1024  # static shared memory of a block, on every target
 _SLOTS = 32
 _SLOTS_OF_WIDE_RANKS = 16
 _LANES_OF_FEW = 16
+_PICKS_A_LANE = 8  # many picks need registers of their own
 _RESIDENT_WITH_GROUPS = 4  # blocks a multiprocessor; without the bound, registers leave it half empty
 _PREFETCH_EXPERTS = 128  # shorter rows leave enough loads in flight as it is
 
@@ -97,9 +98,10 @@ class Specialize(Pass):
         # With groups, 16-bit logits leave registers for long rows in few lanes even so.
         grouped = _width(op.region, layouts) == 2 and any(isinstance(o, row.GroupLimit) for o in op.region.ops)
         slots = _SLOTS_OF_WIDE_RANKS if (wide and not grouped) or self.tokens == "few" else _SLOTS
-        lanes = self.lanes or min(32, chunks, max(1, chunks * vec // slots))
+        picks = max((x.columns for x in layouts.values() if x.kind == "picks"), default=1)
+        lanes = self.lanes or min(32, chunks, max(1, chunks * vec // slots, _power_of_two(picks) // _PICKS_A_LANE))
         if self.tokens == "few" and not self.lanes and chunks * vec <= _SLOTS * _LANES_OF_FEW:
-            lanes = min(lanes, _LANES_OF_FEW)
+            lanes = min(lanes, max(_LANES_OF_FEW, _power_of_two(picks) // _PICKS_A_LANE))
         # Membership packs one bit a slot into a word.
         if lanes not in (1, 2, 4, 8, 16, 32) or chunks * vec // lanes > 32:
             raise UnsupportedError(f"specialize: {lanes} lanes cannot hold a row of {experts} experts")
@@ -128,7 +130,7 @@ class Specialize(Pass):
             "threads": str(threads),
             "grid": "persistent" if columns or prefetch == "on" else "cover",
             "prefetch": prefetch,
-            "resident": str(self.resident or (_RESIDENT_WITH_GROUPS if grouped and threads == 128 else 1)),
+            "resident": str(self.resident or (_RESIDENT_WITH_GROUPS if grouped and threads == 128 and experts <= 256 else 1)),
             **select,
             "alignment": ",".join(map(str, alignment)),
         }

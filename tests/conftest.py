@@ -64,6 +64,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    nvrtc_times(terminalreporter)
     for marker, remedy in (
         ("gpu", "run 'pytest -m gpu' on a machine with an NVIDIA GPU"),
         ("emulate", "install a C++ compiler"),
@@ -75,6 +76,17 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         for path, count in sorted(Counter(r.nodeid.split("::")[0] for r in skipped).items()):
             terminalreporter.line(f"{count:6} {path}")
         terminalreporter.line(f"To run them, {remedy}.")
+
+
+def nvrtc_times(terminalreporter: pytest.TerminalReporter) -> None:
+    """A line on what NVRTC took for the kernels of tests that recorded it; no test judges by time."""
+    reports = [report for outcome in terminalreporter.stats.values() for report in outcome]
+    recorded = [p for report in reports for p in getattr(report, "user_properties", [])]
+    times = dict(value for name, value in recorded if name == "nvrtc")
+    if times:
+        slowest = max(times, key=times.__getitem__)
+        total = sum(times.values())
+        terminalreporter.line(f"NVRTC: {len(times)} kernels, {total:.0f} s; slowest {times[slowest]:.1f} s ({slowest})")
 
 
 # Isolation ------------------------------------------------------------------------------------------------------------

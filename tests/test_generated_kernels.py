@@ -30,7 +30,8 @@ FINISH_REGISTERS = 64  # of a kernel that adds the partial rows of column sums
 
 COMPACT = ("weights", "indices", "counts")
 DENSE = ("probs", "map")
-DEEPSEEK = dict(score="sigmoid", selection_bias=True, groups=8, groups_kept=4, renormalize=True, scale=2.5)
+GROUPED = {"groups": 8, "groups_kept": 4}
+DEEPSEEK = {"score": "sigmoid", "selection_bias": True, "renormalize": True, "scale": 2.5, **GROUPED}
 
 
 def _log_score(x: mo.ir.core.Value) -> mo.ir.core.Value:
@@ -68,7 +69,7 @@ ROUTERS: dict[str, tuple[str, mo.Router]] = {  # name: dtype of the logits, rout
     "E1024-fp32": ("fp32", mo.Router(1024, 16, score="sigmoid", gate_bias=True, selection_bias=True, outputs=DENSE)),
     "E1024-groups": (
         "fp16",
-        mo.Router(1024, 6, **{**DEEPSEEK, "order": "topk_then_score"}, gate_bias=True, outputs=(*DENSE, "indices")),
+        mo.Router(1024, 6, order="topk_then_score", **DEEPSEEK, gate_bias=True, outputs=(*DENSE, "counts")),
     ),
     "E1024-sort": ("fp16", mo.Router(1024, 64, score="sigmoid", renormalize=True)),
 }
@@ -103,16 +104,19 @@ def _cases() -> list[Case]:
 
 CASES = _cases()
 
+_SUMS = "sums over 16 picks and more a lane keep them in local memory"
 KNOWN = {
-    ("E64-sort", "forward"): "sums over 16 picks and more a lane keep them in local memory",
-    ("E64-sort", "training"): "sums over 16 picks and more a lane keep them in local memory",
-    ("E64-sort", "backward"): "sums over 16 picks and more a lane keep them in local memory",
+    "E64-sort-forward-few-sm_80": _SUMS,
+    "E64-sort-training-many-sm_90a": _SUMS,
+    "E60-all-picked-training-few-sm_80": _SUMS,
+    "E60-all-picked-backward-many-sm_90a": "32 picks beside 32 experts a lane do not fit",
+    "E1024-groups-training-many-sm_100a": "four blocks a multiprocessor leave 128 registers, too few for such rows",
 }
 """Cases that use local memory and should not. One that passes is reported as XPASS: then its line goes."""
 
 
 def _parameter(case: Case) -> object:
-    reason = KNOWN.get((case.router, case.direction))
+    reason = KNOWN.get(str(case))
     # Not strict: a change of the rule that configures kernels moves such cases, and must not have to come here first.
     marks = [pytest.mark.xfail(reason=reason, raises=AssertionError, strict=False)] if reason else []
     return pytest.param(case, id=str(case), marks=marks)
@@ -127,7 +131,8 @@ def test_cases_hold_every_choice() -> None:
     assert {router.num_experts for _, router in ROUTERS.values()} >= {8, 60, 64, 128, 256, 384, 512, 1000, 1024}
     assert {dtype for dtype, _ in ROUTERS.values()} == {"bf16", "fp16", "fp32"}
     text = "".join(kernel.source for case in CASES for kernel in case.kernels())
-    for way in ("select=merge", "select=collect", "select=rounds", "select=sort"):
+    assert set(KNOWN) <= set(map(str, CASES))
+    for way in ("select=merge", "select=rounds", "select=sort"):
         assert way in text
     for way in ("groups=lanes", "groups=shared", "prefetch=on", "prefetch=off", "grid=cover", "grid=persistent"):
         assert way in text
@@ -143,7 +148,7 @@ def budget(symbol: str, experts: int, target: Target) -> int:
 
 
 @pytest.mark.nvrtc
-@pytest.mark.parametrize("case", map(_parameter, CASES))
+@pytest.mark.parametrize("case", [_parameter(case) for case in CASES])
 def test_kernels_fit_registers(case: Case, record_property: pytest.RecordProperty) -> None:
     target = Target.parse(case.target)
     _, router = ROUTERS[case.router]

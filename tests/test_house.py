@@ -1,4 +1,4 @@
-"""The house rules: what imports what, what an import loads, what a wheel holds, what the Makefile says."""
+"""The house rules: what imports what, what an import loads, which pages are current, what the Makefile says."""
 
 import ast
 import os
@@ -6,13 +6,13 @@ import shutil
 import subprocess
 import sys
 import tomllib
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import moesaic
+from moesaic.ir import environment
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -180,58 +180,13 @@ def test_typing_link() -> None:
     assert link.is_symlink() and os.readlink(link) == ".."
 
 
-# The wheel ------------------------------------------------------------------------------------------------------------
+# The documentation ----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel, built from a copy so that neither old build output gets in nor new one stays behind."""
-    tree = tmp_path_factory.mktemp("tree") / "somedir"
-    left_out = (".git", ".venv*", ".*_cache", "__pycache__", "build", "dist", "*.egg-info", "golden")
-    shutil.copytree(ROOT, tree, symlinks=True, ignore=shutil.ignore_patterns(*left_out))
-    target = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", target, tree]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    [path] = target.glob("*.whl")
-    return path
-
-
-@pytest.mark.slow
-def test_wheel_holds_what_it_should(wheel: Path) -> None:
-    with zipfile.ZipFile(wheel) as archive:
-        held = {name for name in archive.namelist() if ".dist-info/" not in name}
-        [licence] = [n for n in archive.namelist() if n.endswith(".dist-info/licenses/LICENSE")]
-        assert archive.read(licence) == (ROOT / "LICENSE").read_bytes()
-    wanted = {*ROOT.glob("*.py"), ROOT / "py.typed"}
-    for folder in RANK:
-        wanted.update(sources(folder))
-    wanted.update(p for p in (ROOT / "templates").rglob("*") if p.suffix in (".j2", ".cuh"))
-    for part in ("include", "src"):
-        wanted.update(p for p in (ROOT / "runtime" / "emulator" / part).rglob("*") if p.is_file())
-    wanted.update((ROOT / "runtime").glob("tuned/**/*.json"))
-    assert held == {f"moesaic/{p.relative_to(ROOT).as_posix()}" for p in wanted if "__pycache__" not in p.parts}
-
-
-@pytest.mark.slow
-def test_wheel_runs_without_the_repository(wheel: Path, tmp_path: Path) -> None:
-    site = tmp_path / "site"
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(site)
-        [metadata] = [archive.read(n).decode() for n in archive.namelist() if n.endswith(".dist-info/METADATA")]
-    assert f"\nVersion: {moesaic.__version__}\n" in metadata
-    assert "\nLicense-Expression: Apache-2.0\n" in metadata
-    code = f"""
-import sys
-sys.path.insert(0, {str(site)!r})
-import importlib, importlib.resources
-import moesaic
-for name in {PACKAGES!r}:
-    module = importlib.import_module(name)
-    assert module.__file__.startswith({str(site)!r}), module.__file__
-print(*sorted(p.name for p in importlib.resources.files("moesaic.templates").iterdir() if p.name.endswith(".j2")))
-"""
-    assert run_python(code, cwd=tmp_path).split() == sorted(p.name for p in (ROOT / "templates").glob("*.j2"))
+def test_the_page_of_environment_variables_is_current() -> None:
+    """`docs/environment.md` holds the table of the declarations; paste that of the message when it does not."""
+    page = (ROOT / "docs" / "environment.md").read_text(encoding="utf-8")
+    assert environment.markdown() in page, f"the table of docs/environment.md has to be:\n\n{environment.markdown()}"
 
 
 # The Makefile ---------------------------------------------------------------------------------------------------------

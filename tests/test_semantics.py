@@ -1,5 +1,4 @@
-"""Passes change how, never what: random routers and random expressions computed in float64 before and after.
-"""
+"""Passes change how, never what: random routers and random expressions computed in float64 before and after."""
 
 import pytest
 import torch
@@ -96,7 +95,9 @@ def test_fused_kernels_and_launches_compute_the_same(module, seed, special, end)
     available = {**inputs, **found, **cotangents}
     assert fused_backward.result_names == backward.result_names
     assert_equal(
-        evaluate(fused_backward, {a.name: available[a.name] for a in fused_backward.arguments}), wanted, tolerance=DOUBLE_GRADIENT
+        evaluate(fused_backward, {a.name: available[a.name] for a in fused_backward.arguments}),
+        wanted,
+        tolerance=DOUBLE_GRADIENT,
     )
 
 

@@ -37,11 +37,11 @@ struct Mma<Tf32> {
   static constexpr int kDepth = 8;
 };
 
-// Rounds to nearest, ties away from zero; the 13 bits below are zero. PTX ISA, "Data Movement and Conversion
-// Instructions: cvt", .rna.tf32.f32.
+// Rounds to nearest, ties away from zero; NaN and infinity lose their low bits. PTX ISA, "Data Movement and Conversion
+// Instructions: cvt", .rna.tf32.f32; the portable body is what ptxas makes of it.
 __device__ __forceinline__ unsigned to_tf32(float x) {
 #ifdef MOESAIC_EMULATE
-  return x != x ? 0x7fffffffu : (__float_as_uint(x) + (fabsf(x) < infinity() ? 0x1000u : 0u)) & 0xffffe000u;
+  return (__float_as_uint(x) + (fabsf(x) < infinity() ? 0x1000u : 0u)) & 0xffffe000u;
 #else
   unsigned y;
   asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
@@ -66,8 +66,9 @@ struct MmaWord<Tf32> {
   static float element(unsigned word, int) { return __uint_as_float(word & 0xffffe000u); }  // the rest is ignored
 };
 
-// Products are exact in float, but for overflow and underflow; they are added in the order of k, each sum rounded to nearest. Tensor cores add
-// several products at once and cut bits off instead, so that sums which are not exact differ in their last bits.
+// Products are exact in float, but for overflow and underflow; they are added in the order of k, each sum rounded to
+// nearest. Tensor cores add several products at once and cut bits off instead: sums that are not exact differ in their
+// last bits.
 template <typename T>
 inline void mma_portable(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
   constexpr int kElements = MmaWord<T>::kElements;
@@ -98,16 +99,16 @@ template <typename T>
 __device__ __forceinline__ void mma(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]);
 
 #ifdef MOESAIC_EMULATE
-#define MOESAIC_MMA(type, instruction)                                                                    \
+#define MOESAIC_MMA(T, instruction)                                                                       \
   template <>                                                                                             \
-  __device__ __forceinline__ void mma<type>(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) { \
-    mma_portable<type>(c, a, b);                                                                          \
+  __device__ __forceinline__ void mma<T>(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) { \
+    mma_portable<T>(c, a, b);                                                                             \
   }
 #else
 // volatile: what all lanes do together must not move into a branch that only some take.
-#define MOESAIC_MMA(type, instruction)                                                                    \
+#define MOESAIC_MMA(T, instruction)                                                                       \
   template <>                                                                                             \
-  __device__ __forceinline__ void mma<type>(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) { \
+  __device__ __forceinline__ void mma<T>(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) { \
     asm volatile(instruction " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"           \
                  : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                         \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));                     \
@@ -118,10 +119,10 @@ MOESAIC_MMA(__half, "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32")
 MOESAIC_MMA(Tf32, "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32")
 #undef MOESAIC_MMA
 
-// ----------------------------------------------------------------------------------------- fragments from shared memory
+// --------------------------------------------------------------------------------------- fragments from shared memory
 
-// 8 x 8 matrices of 16-bit elements: lane 8m + r names row r of matrix m, 16 bytes at an address aligned to 16. words[m]
-// gets row g, columns 2t and 2t+1 of matrix m, or, transposed, rows 2t and 2t+1 of column g.
+// 8 x 8 matrices of 16-bit elements: lane 8m + r names row r of matrix m, 16 bytes at an address aligned to 16.
+// words[m] gets row g, columns 2t and 2t+1 of matrix m, or, transposed, rows 2t and 2t+1 of column g.
 //
 // A fragment of a is four matrices: rows 0-7 and 8-15 of columns 0-7, then the same of columns 8-15. One of b is two:
 // k 0-7, k 8-15, not transposed where k runs along the rows of shared memory (weights stored [n][k]), transposed where

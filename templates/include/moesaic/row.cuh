@@ -70,6 +70,17 @@ __device__ __forceinline__ Key lanes_max_key(Key x) {
 
 // ---------------------------------------------------------------------------------------------------------- rows
 
+// x[0] = the sum of all, adding the upper half to the lower until one is left. A recursion: as loops, long sums would not
+// be unrolled, and x would move to local memory.
+template <int kCount, int N>
+__device__ __forceinline__ void sum_by_halves(float (&x)[N]) {
+  if constexpr (kCount > 1) {
+#pragma unroll
+    for (int i = 0; i < kCount / 2; ++i) x[i] += x[i + kCount / 2];
+    sum_by_halves<kCount / 2>(x);
+  }
+}
+
 template <class R>
 __device__ __forceinline__ float row_sum(const float (&x)[R::kSlots], int lane) {
   float chunk[R::kChunks];
@@ -81,18 +92,10 @@ __device__ __forceinline__ float row_sum(const float (&x)[R::kSlots], int lane) 
       // -0 is the neutral element of float addition; +0 would turn a sum of -0 into +0.
       part[j] = R::live(c * R::kVec + j, lane) ? x[c * R::kVec + j] : -0.0f;
     }
-#pragma unroll
-    for (int half = R::kVec / 2; half > 0; half /= 2) {
-#pragma unroll
-      for (int j = 0; j < half; ++j) part[j] += part[j + half];
-    }
+    sum_by_halves<R::kVec>(part);
     chunk[c] = part[0];
   }
-#pragma unroll
-  for (int half = R::kChunks / 2; half > 0; half /= 2) {
-#pragma unroll
-    for (int c = 0; c < half; ++c) chunk[c] += chunk[c + half];
-  }
+  sum_by_halves<R::kChunks>(chunk);
   return lanes_sum<R::kLanes>(chunk[0]);
 }
 
@@ -153,6 +156,32 @@ __device__ __forceinline__ void store_row(T* row, const X (&x)[R::kSlots], int l
   }
 }
 
+// A row of 4-byte values to a row of shared memory and back, in words as wide as chunks are: single values would meet
+// in the same banks, since a lane's chunk is as long as its neighbour's distance.
+template <class R, typename T>
+__device__ __forceinline__ void to_shared(const T (&x)[R::kSlots], T* shared_row, int lane) {
+  constexpr int kCount = smaller(R::kVec, 4);
+  using W = typename Word<kCount * 4>::type;
+#pragma unroll
+  for (int first = 0; first < R::kSlots; first += kCount) {
+    W word;
+    memcpy(&word, &x[first], sizeof(word));
+    if (R::live(first, lane)) *reinterpret_cast<W*>(shared_row + R::column(first, lane)) = word;
+  }
+}
+
+template <class R, typename T>
+__device__ __forceinline__ void from_shared(const T* shared_row, T (&x)[R::kSlots], int lane) {
+  constexpr int kCount = smaller(R::kVec, 4);
+  using W = typename Word<kCount * 4>::type;
+#pragma unroll
+  for (int first = 0; first < R::kSlots; first += kCount) {
+    W word = {};
+    if (R::live(first, lane)) word = *reinterpret_cast<const W*>(shared_row + R::column(first, lane));
+    memcpy(&x[first], &word, sizeof(word));
+  }
+}
+
 // --------------------------------------------------------------------------------------- between experts and picks
 
 // x[indices] of a row or a vector in global memory. Dead picks read nothing and give 0.
@@ -168,10 +197,7 @@ template <class Experts, class Picks>
 __device__ __forceinline__ void gather_registers(const float (&x)[Experts::kSlots], const int (&indices)[Picks::kSlots],
                                                  float (&y)[Picks::kSlots], float* shared_row, int lane) {
   __syncwarp();
-#pragma unroll
-  for (int i = 0; i < Experts::kSlots; ++i) {
-    if (Experts::live(i, lane)) shared_row[Experts::column(i, lane)] = x[i];
-  }
+  to_shared<Experts>(x, shared_row, lane);
   __syncwarp();
 #pragma unroll
   for (int p = 0; p < Picks::kSlots; ++p) y[p] = Picks::live(p, lane) ? shared_row[indices[p]] : 0.0f;
@@ -187,10 +213,7 @@ __device__ __forceinline__ void scatter(const float (&x)[Picks::kSlots], const i
     if (Picks::live(p, lane)) zero_row[indices[p]] = x[p];
   }
   __syncwarp();
-#pragma unroll
-  for (int i = 0; i < Experts::kSlots; ++i) {
-    y[i] = Experts::live(i, lane) ? zero_row[Experts::column(i, lane)] : 0.0f;
-  }
+  from_shared<Experts>(zero_row, y, lane);
   __syncwarp();
 #pragma unroll
   for (int p = 0; p < Picks::kSlots; ++p) {

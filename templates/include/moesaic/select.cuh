@@ -280,11 +280,9 @@ __device__ __forceinline__ void top_k_collect(const unsigned (&keys)[Experts::kS
   __syncwarp();  // the picks of the token before have been read
   unsigned reaching = 0;
 #pragma unroll
-  for (int i = 0; i < Experts::kSlots; ++i) {
-    reaching |= (keys[i] >= bound ? 1u : 0u) << i;
-    // A register cannot be indexed by a number known only at run time; shared memory can.
-    if (Experts::live(i, lane)) shared_row[Experts::column(i, lane)] = keys[i];
-  }
+  for (int i = 0; i < Experts::kSlots; ++i) reaching |= (keys[i] >= bound ? 1u : 0u) << i;
+  // A register cannot be indexed by a number known only at run time; shared memory can.
+  to_shared<Experts>(keys, shared_row, lane);
   int before = __popc(reaching);                                   // becomes how many the lanes below have
   const int own = before;
 #pragma unroll
@@ -421,11 +419,11 @@ __device__ __forceinline__ void group_limit_shared(const float (&x)[Experts::kSl
                                                    unsigned* shared_row, unsigned char* shared_kept, int lane) {
   using Groups = Row<kGroups, Experts::kLanes, 1>;
   constexpr int kSize = Experts::kColumns / kGroups;
-  __syncwarp();
+  unsigned ordered[Experts::kSlots];
 #pragma unroll
-  for (int i = 0; i < Experts::kSlots; ++i) {
-    if (Experts::live(i, lane)) shared_row[Experts::column(i, lane)] = ordered_bits(x[i]);
-  }
+  for (int i = 0; i < Experts::kSlots; ++i) ordered[i] = ordered_bits(x[i]);
+  __syncwarp();
+  to_shared<Experts>(ordered, shared_row, lane);
   __syncwarp();
 
   Wide scores[Groups::kSlots];

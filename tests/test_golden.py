@@ -1,0 +1,129 @@
+"""Whole generated files and IR, as they were when somebody last looked at them.
+
+After a change that is meant to show in them::
+
+    pytest tests/test_golden.py --update-golden
+    git diff tests/golden
+
+and the difference belongs to the change: read it. The flag writes new files, rewrites those that differ and removes
+those that no test makes any more.
+
+Files are compared whole, banner included. The hash in it is that of the kernel's IR: where nothing else of a file
+differs, the IR changed and its text did not.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+import moesaic as mo
+from moesaic.passes.instruments import History
+from moesaic.passes.manager import DEFAULT, PassManager
+from moesaic.runtime.program import program_of
+
+GOLDEN = Path(__file__).resolve().parent / "golden"
+
+TARGET = "sm_90a"
+STAGES = ("fuse-score-topk", "specialize")
+
+
+def _log_score(x: mo.ir.core.Value) -> mo.ir.core.Value:
+    return mo.math.log1p(mo.math.softplus(x))
+
+
+ROUTERS: Mapping[str, tuple[str, mo.Router]] = {  # dtype of the logits, and the router; each is here for what it emits
+    # a bias that only selects, groups scored across lanes, a row fetched early in backward
+    "deepseek_v3": (
+        "bf16",
+        mo.Router(
+            256,
+            8,
+            score="sigmoid",
+            selection_bias=True,
+            groups=8,
+            groups_kept=4,
+            renormalize=True,
+            renorm_eps=1e-20,
+            scale=2.5,
+        ),
+    ),
+    # ranked on the logits, 16-bit keys, dense results
+    "qwen3_dense": ("bf16", mo.Router(128, 8, renormalize=True, outputs=("probs", "map"))),
+    # sums over tokens and the kernel that finishes them
+    "gate_bias": ("bf16", mo.Router(128, 4, order="topk_then_score", gate_bias=True)),
+    # picks sorted in shared memory
+    "large_k": ("fp16", mo.Router(64, 40, renormalize=True, outputs=("weights", "indices"))),
+    # picks found one after another, groups in shared memory
+    "rounds": (
+        "fp32",
+        mo.Router(
+            96, 24, score="sqrtsoftplus", groups=4, groups_kept=2, group_score="max", outputs=("probs", "counts")
+        ),
+    ),
+    # an expression nobody ships, ranked by its value, in rows that no vector divides
+    "odd_user_score": ("bf16", mo.Router(61, 6, score=_log_score, rank="score", renormalize=mo.norm.sum(min=1e-12))),
+}
+
+FEW = ("qwen3_dense",)
+"""Routers whose kernels for few tokens differ from those for many in more than numbers."""
+
+
+@functools.cache
+def cuda(name: str) -> Mapping[str, str]:
+    """Generated files of a router by their names: training forward and backward."""
+    dtype, router = ROUTERS[name]
+    program = program_of(router.module(dtype))
+    files: dict[str, str] = {}
+    for suffix, tokens in (("", "many"), (".few", "few"))[: 2 if name in FEW else 1]:
+        for kind in ("training", "backward"):
+            for kernel in program.executable(kind, TARGET, (), tokens=tokens).kernels:
+                if (
+                    kernel.source not in files.values()
+                ):  # kernels that finish sums are the same for any number of tokens
+                    files[f"{name}.{kernel.symbol}{suffix}.cu"] = kernel.source
+    return files
+
+
+@functools.cache
+def stages(name: str) -> Mapping[str, str]:
+    """The IR of a router after each of `STAGES`, by file name."""
+    dtype, router = ROUTERS[name]
+    history = History()
+    PassManager(DEFAULT, [history]).run(router.module(dtype))
+    return {f"{name}.{stage}.moe": history.stages[stage] for stage in STAGES}
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_cuda(name: str, golden: Callable[[str, str], None]) -> None:
+    for file, text in cuda(name).items():
+        golden(file, text)
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_ir(name: str, golden: Callable[[str, str], None]) -> None:
+    for file, text in stages(name).items():
+        golden(file, text)
+        assert str(mo.parse(text)).strip() == text.strip()
+
+
+def test_golden_files_show_every_emitter() -> None:
+    """Else a change of one would go unseen."""
+    text = "".join(source for name in ROUTERS for source in cuda(name).values())
+    for shown in (
+        *("select=merge", "select=rounds", "select=sort", "groups=lanes", "groups=shared", "prefetch=on", "vec=1 "),
+        *("grid=cover", "grid=persistent", "_finish(", "row.gather", "row.scatter", "col.count", "col.sum"),
+    ):
+        assert shown in text, shown
+
+
+def test_no_golden_file_is_left_over(request: pytest.FixtureRequest) -> None:
+    made = {file for name in ROUTERS for file in (*cuda(name), *stages(name))}
+    for path in sorted(GOLDEN.rglob("*")):
+        if path.is_file() and path.relative_to(GOLDEN).as_posix() not in made:
+            if not request.config.getoption("--update-golden"):
+                pytest.fail(f"nothing makes tests/golden/{path.relative_to(GOLDEN)}; --update-golden removes it")
+            path.unlink()
