@@ -1,8 +1,8 @@
 """What a person declares: a router by its arguments, turned into IR.
 
 The grammar, in order: logits (+ gate bias) -> cap -> score over all experts -> selection score (+ selection bias) ->
-group filter -> top-k -> weight of each pick, from the score without the selection bias -> division -> scale, constant and
-per expert.
+group filter -> top-k -> weight of each pick, from the score without the selection bias -> division -> scale, constant
+and per expert.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ class Router:
         scale: constant factor of the weights.
         expert_scale: input ``expert_scale`` [E] f32, a learned factor of each expert's weight; it gets a gradient.
         outputs: any of ``weights`` [T, K], ``indices`` [T, K] i32, ``counts`` [E] i32, ``probs`` [T, E] in the logits'
-            dtype (the weight where picked, else 0), ``map`` [T, E] u8 (1 where picked), ``scores`` [T, E] f32 (s(x) over
-            all experts, whatever is picked).
+            dtype (the weight where picked, else 0), ``map`` [T, E] u8 (1 where picked), ``scores`` [T, E] f32 (s(x)
+            over all experts, whatever is picked).
         dtype: of the logits; ``None`` takes it from each call.
         weights_dtype: of ``weights``.
         rank: ``"auto"`` or ``"score"``, see above.

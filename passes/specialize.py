@@ -123,6 +123,7 @@ class Specialize(Pass):
         dense = any(layouts[v].kind == "experts" for v in op.region.terminator.operands if v in layouts)
         rows = [a for a in op.region.arguments if layouts[a].kind == "experts"]
         wanted = dense and len(rows) == 1 and experts >= _PREFETCH_EXPERTS and not wide and self.tokens == "many"
+        bounded = grouped and threads == 128 and experts <= 256
         prefetch = self.prefetch or ("on" if wanted else "off")
         return {
             "lanes": str(lanes),
@@ -130,7 +131,7 @@ class Specialize(Pass):
             "threads": str(threads),
             "grid": "persistent" if columns or prefetch == "on" else "cover",
             "prefetch": prefetch,
-            "resident": str(self.resident or (_RESIDENT_WITH_GROUPS if grouped and threads == 128 and experts <= 256 else 1)),
+            "resident": str(self.resident or (_RESIDENT_WITH_GROUPS if bounded else 1)),
             **select,
             "alignment": ",".join(map(str, alignment)),
         }

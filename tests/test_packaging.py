@@ -15,7 +15,6 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from routing import EXACT, GRADIENT
 
 import moesaic
 from moesaic.codegen import nvrtc
@@ -218,6 +217,8 @@ def test_the_installed_commands_run(installed: Path, tmp_path: Path) -> None:
 def test_the_reference_and_the_emulator_agree(installed: Path, tmp_path: Path) -> None:
     """Forward and backward; the emulator builds its library from the headers and sources in the wheel."""
     pytest.importorskip("torch")
+    from routing import EXACT, GRADIENT
+
     code = """
 import torch, moesaic as mo
 router = mo.Router(60, 6, score="sigmoid", selection_bias=True, renormalize=True)

@@ -517,7 +517,8 @@ def test_declarations_without_a_meaning(arguments: dict[str, object], message: s
 
 CAPPED = [
     mo.Router(
-        64, 6, score="sigmoid", logit_cap=2.0, expert_scale=True, renormalize=True, outputs=("weights", "probs", "scores")
+        64, 6, score="sigmoid", logit_cap=2.0, expert_scale=True, renormalize=True,
+        outputs=("weights", "probs", "scores"),
     ),
     mo.Router(60, 4, logit_cap=3.0, gate_bias=True, expert_scale=True, outputs=("weights", "indices", "scores")),
     mo.Router(17, 3, order="topk_then_score", logit_cap=5.0, expert_scale=True, outputs=("weights", "indices")),
