@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import pickle
 from collections import namedtuple
 from collections.abc import Mapping, Sequence
@@ -109,7 +110,9 @@ def resolve_backend(asked: str, device: str, dtype: torch.dtype) -> str:
     Raises:
         InputError: the backend asked for cannot.
     """
-    backend = environment.BACKEND.get() if asked == "auto" else asked
+    backend = asked
+    if asked == "auto" and environment.BACKEND.name in os.environ:
+        backend = environment.BACKEND.get()
     if backend == "auto":
         backend = "cuda" if device == "cuda" else "reference"
     if backend == "cuda" and device != "cuda":

@@ -63,7 +63,7 @@ class Loaded:
 class Prepared:
     """An executable with its kernels loaded, and everything about a call that does not depend on its inputs."""
 
-    def __init__(self, executable: Executable, loaded: Sequence[Loaded], runner: Runner) -> None:
+    def __init__(self, executable: Executable, loaded: Sequence[Loaded], runner: Runner, device: torch.device) -> None:
         plan = executable.plan
         self.executable = executable
         self.runner = runner
@@ -73,28 +73,32 @@ class Prepared:
             raise InternalError(f"@{plan.name} has no input with rows")
         self.tokens_from = rows[0]
         self.steps = [
-            (
-                step.kernel,
-                kernel,
-                step.blocks_symbol,
-                [(a.kind, -1 if a.kind == "tokens" else step.operands[a.operand]) for a in step.kernel.arguments],
-            )
+            (kernel, [(a.kind, -1 if a.kind == "tokens" else step.operands[a.operand]) for a in step.kernel.arguments])
+            for step, kernel in zip(plan.steps, loaded, strict=True)
+        ]
+        self.shapes = [
+            (step.kernel, kernel.most_blocks, step.blocks_symbol)
             for step, kernel in zip(plan.steps, loaded, strict=True)
         ]
         self.slots = _slots(plan)
+        # Made here, since a call may run inside a graph capture, whose memory nothing may keep.
+        self.elements = {s.dtype: torch.empty(1, dtype=s.dtype, device=device) for s in self.slots}
+        self.sized: _Sized | None = None
 
     def run(self, inputs: Sequence[torch.Tensor], stream: int) -> list[torch.Tensor]:
         """Allocates, launches every step on the stream, and gives the results."""
         tokens = inputs[self.tokens_from].shape[0]
-        symbols = {"T": tokens}
-        grids: list[Grid] = []
-        for kernel, loaded, symbol, _ in self.steps:
-            blocks = _blocks(kernel, tokens, loaded.most_blocks)
-            grids.append((blocks, 1, 1))
-            if symbol:
-                symbols[symbol] = blocks
-        tensors = [*inputs, *self._allocate(symbols, inputs[0].device)]
-        for (_, loaded, _, arguments), grid in zip(self.steps, grids, strict=True):
+        sized = self.sized
+        if sized is None or sized.tokens != tokens:
+            sized = self.sized = self._size(tokens, inputs[0].device)
+        fresh = self.runner.fresh
+        tensors = [*inputs]
+        for template, reused in sized.templates:
+            if reused < 0:
+                tensors.append(fresh(template))
+            else:  # of the same size, see plan-workspace
+                tensors.append(tensors[reused].view(template.dtype).view(template.shape))
+        for (loaded, arguments), grid in zip(self.steps, sized.grids, strict=True):
             values = []
             for kind, number in arguments:
                 if kind == "pointer":
@@ -109,16 +113,40 @@ class Prepared:
                 loaded.launch(grid, stream, values, tensors)
         return [tensors[i] for i in self.results]
 
-    def _allocate(self, symbols: Mapping[str, int], device: torch.device) -> list[torch.Tensor]:
-        empty = self.runner.empty
-        made: list[torch.Tensor] = []
+    def _size(self, tokens: int, device: torch.device) -> _Sized:
+        symbols = {"T": tokens}
+        grids: list[Grid] = []
+        for kernel, most, symbol in self.shapes:
+            blocks = _blocks(kernel, tokens, most)
+            grids.append((blocks, 1, 1))
+            if symbol:
+                symbols[symbol] = blocks
+        inputs = len(self.executable.plan.inputs)
+        templates = []
         for slot in self.slots:
             shape = (symbols[slot.rows], *slot.columns) if slot.rows else slot.columns
-            if slot.reuses < 0:
-                made.append(empty(shape, dtype=slot.dtype, device=device))
-            else:  # of the same size, see plan-workspace
-                made.append(made[slot.reuses].view(slot.dtype).view(shape))
-        return made
+            if 0 in shape:
+                template = torch.empty(shape, dtype=slot.dtype, device=device)
+            else:  # one element, repeated: a shape that holds no memory to speak of
+                template = self.elements[slot.dtype].as_strided(shape, (0,) * len(shape))
+            templates.append((template, -1 if slot.reuses < 0 else inputs + slot.reuses))
+        return _Sized(tokens, tuple(grids), tuple(templates))
+
+
+@dataclass(frozen=True, slots=True)
+class _Sized:
+    """What a call works out from its number of tokens; the next call mostly has as many.
+
+    Attributes:
+        tokens: T.
+        grids: of each launch.
+        templates: a tensor of the shape and dtype of each buffer (``empty_like`` of one costs half of ``empty``), and
+            the number of the operand whose memory it takes over, or -1.
+    """
+
+    tokens: int
+    grids: tuple[Grid, ...]
+    templates: tuple[tuple[torch.Tensor, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +214,9 @@ class Runner:
                 self.check_may_compile()
                 _, kind, cotangents, _, bucket, aligned = key
                 executable = program.executable(kind, self.target(device).name, aligned, cotangents, bucket)
-                self._prepared[key] = Prepared(executable, [self.load(k, device) for k in executable.kernels], self)
+                self._prepared[key] = Prepared(
+                    executable, [self.load(k, device) for k in executable.kernels], self, device
+                )
             return self._prepared[key]
 
     # What a backend supplies.
@@ -204,8 +234,8 @@ class Runner:
         """Runs on the device of that index, on its current stream."""
         return prepared.run(inputs, 0)
 
-    empty: Callable[..., torch.Tensor] = staticmethod(torch.empty)
-    """Fresh memory, called like ``torch.empty(shape, dtype=, device=)``."""
+    fresh: Callable[[torch.Tensor], torch.Tensor] = staticmethod(torch.empty_like)
+    """New memory in the shape and dtype of a template."""
 
 
 class CudaRunner(Runner):
@@ -258,9 +288,9 @@ class EmulatedRunner(Runner):
         return _EmulatedKernel(kernel, self)
 
     @staticmethod
-    def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:  # type: ignore[override]
+    def fresh(template: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         # All bits set: NaN as a float, -1 as an integer. What a kernel leaves unwritten shows.
-        tensor = torch.empty(shape, dtype=dtype, device=device)
+        tensor = torch.empty_like(template)
         tensor.view(-1).view(torch.uint8).fill_(0xFF)
         return tensor
 

@@ -69,7 +69,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         ("gpu", "run 'pytest -m gpu' on a machine with an NVIDIA GPU"),
         ("emulate", "install a C++ compiler"),
     ):
-        skipped = [r for r in terminalreporter.stats.get("skipped", []) if marker in r.keywords]
+        skipped = [r for r in terminalreporter.stats.get("skipped", []) if f"Skipped: {marker}: " in str(r.longrepr)]
         if not skipped:
             continue
         terminalreporter.section(f"{len(skipped)} tests marked '{marker}' did not run", sep="-")
