@@ -220,9 +220,8 @@ class _Emitter:
         return [
             f"float {name}[Experts::kSlots];  // %{argument.name}",
             f"moesaic::widen({ahead}, {name});",
-            "if (first + stride < tokens) {",
-            "  " + fetch.format(token="moesaic::at_most(token + stride, tokens - 1)"),
-            "}",
+            # Unconditional: behind a branch the compiler waits for the load. The last round fetches the last row again.
+            fetch.format(token="moesaic::at_most(token + stride, tokens - 1)"),
         ]
 
     def _align(self, value: Value, align: int) -> int:

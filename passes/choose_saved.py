@@ -73,9 +73,10 @@ class ChooseSaved(Pass):
         kept = ", ".join(f"{replaced[v].name} {v.type}" for v in saved) or "nothing"
         recomputed = sum(1 for v in shared if isinstance(v, OpResult) and v.op in consumer.region.ops)
         inputs = [a.name for a in backward.arguments if a.name in {f.name for f in forward.arguments}]
+        again = f"computes {recomputed} forward values again" if recomputed else "repeats nothing of forward"
         context.remarks.append(
-            f"choose-saved: keeps {kept} ({bytes_per_token} B/token); backward computes {recomputed} forward values "
-            f"again from {', '.join(inputs) or 'nothing'}"
+            f"choose-saved: keeps {kept} ({bytes_per_token} B/token); backward {again}, and reads "
+            f"{', '.join(inputs) or 'no input'}"
         )
         return True
 

@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
+from moesaic.ir import environment
 from moesaic.ir.core import Module
+from moesaic.ir.errors import UsageError, suggestion
 from moesaic.ir.verifier import verify_module
-from moesaic.passes.manager import Instrument, Pass, pipeline_text
+from moesaic.passes.manager import REGISTRY, Instrument, Pass, pipeline_text
 
 
 class VerifyEach(Instrument):
@@ -50,6 +52,26 @@ class PrintIR(Instrument):
         if self._all or current.name in self._after or (self._change and changed):
             note = "" if changed else " (no change)"
             print(f"// ----- IR after {current}{note} -----\n{module}", file=self._stream)
+
+
+def print_by_environment(stream: TextIO) -> PrintIR | None:
+    """The prints that ``MOESAIC_PRINT_IR`` asks for; ``None`` if it asks for none.
+
+    Raises:
+        UsageError: it is neither after-all, after-change nor the name of a pass.
+    """
+    asked = environment.PRINT_IR.get()
+    if asked is None:
+        return None
+    if asked not in ("after-all", "after-change", *REGISTRY):
+        near = suggestion(asked, ["after-all", "after-change", *REGISTRY])
+        raise UsageError(
+            f"environment variable {environment.PRINT_IR.name} is {asked!r}, expected after-all, after-change or the "
+            f"name of a pass{near}"
+        )
+    if asked in REGISTRY:
+        return PrintIR(stream, after=[asked])
+    return PrintIR(stream, after_all=asked == "after-all", after_change=asked == "after-change")
 
 
 class DiffIR(Instrument):

@@ -95,8 +95,11 @@ class Specialize(Pass):
         vec = _vector(experts, op.region, layouts)
         chunks = _power_of_two(-(-experts // vec))
         wide = any(isinstance(o, row.TopK) and not _packed(o) for o in op.region.ops)
-        # With groups, 16-bit logits leave registers for long rows in few lanes even so.
-        grouped = _width(op.region, layouts) == 2 and any(isinstance(o, row.GroupLimit) for o in op.region.ops)
+        # With groups scored across lanes, 16-bit logits leave registers for long rows in few lanes even so.
+        few_lanes = max(1, chunks * vec // _SLOTS)
+        grouped = _width(op.region, layouts) == 2 and any(
+            isinstance(o, row.GroupLimit) and _groups_in_lanes(o, experts, vec, few_lanes) for o in op.region.ops
+        )
         slots = _SLOTS_OF_WIDE_RANKS if (wide and not grouped) or self.tokens == "few" else _SLOTS
         picks = max((x.columns for x in layouts.values() if x.kind == "picks"), default=1)
         lanes = self.lanes or min(32, chunks, max(1, chunks * vec // slots, _power_of_two(picks) // _PICKS_A_LANE))

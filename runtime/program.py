@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from moesaic.ir import environment
 from moesaic.ir.core import Function, Module
 from moesaic.ir.errors import InputError, InternalError
 from moesaic.passes.differentiate import SUFFIX, derive
-from moesaic.passes.instruments import History, VerifyEach
+from moesaic.passes.instruments import CrashReproducer, History, SaveTree, VerifyEach, print_by_environment
 from moesaic.passes.manager import DEFAULT, FORWARD, Instrument, PassContext, PassManager
 from moesaic.passes.specialize import Specialize
 from moesaic.runtime.plan import LaunchPlan, build_plan
@@ -86,12 +87,26 @@ class Program:
                 pipeline = pipeline.removesuffix(",specialize")
                 module = self.module.clone()
                 history = History()
-                instruments: list[Instrument] = [history]
-                if environment.VERIFY_EACH.get():
-                    instruments.append(VerifyEach())
+                instruments = [history, *self._instruments(key)]
                 context = PassManager(pipeline, instruments).run(module)
                 self._lowered[key] = Lowered(module, context, history.stages)
             return self._lowered[key]
+
+    def _instruments(self, key: str) -> list[Instrument]:
+        """What the environment asks to see of a lowering."""
+        made: list[Instrument] = []
+        if environment.VERIFY_EACH.get():
+            made.append(VerifyEach())
+        printing = print_by_environment(sys.stderr)
+        if printing is not None:
+            made.append(printing)
+        name = f"{self.function.name}-{self.key[:8]}-{key.strip().replace(' ', '-').replace(',', '-')}"
+        dump, reproducers = environment.DUMP_DIR.get(), environment.REPRODUCER_DIR.get()
+        if dump is not None:
+            made.append(SaveTree(dump / name))
+        if reproducers is not None:
+            made.append(CrashReproducer(reproducers / f"{name}.moe"))
+        return made
 
     def _kept(self) -> tuple[str, ...]:
         """Results of the training forward that the backward for all cotangents takes: what autograd saves of them."""

@@ -42,6 +42,7 @@ from moesaic.passes.manager import (
     pipeline_text,
 )
 from moesaic.passes.stages import STAGES, check_stage
+from moesaic.runtime.program import program_of
 
 
 def router():
@@ -444,3 +445,18 @@ def test_a_reproducer_of_a_check_and_of_many_lines(tmp_path):
         PassManager([Breaks()], [VerifyEach(), CrashReproducer(path)]).run(router())
     assert path.read_text().startswith("// moesaic-pipeline: breaks\n// DiagnosticError in breaks: ")
     assert "colour =" not in path.read_text()
+
+
+def test_the_environment_shows_a_lowering(tmp_path, monkeypatch, capsys):
+    """Without the command line: prints, numbered files, and a bad value named."""
+    program = program_of(mo.Router(11, 3, renormalize=True, name="shown").module())
+    monkeypatch.setenv("MOESAIC_PRINT_IR", "fuse-score-topk")
+    monkeypatch.setenv("MOESAIC_DUMP_DIR", str(tmp_path))
+    program.lower("training")
+    printed = capsys.readouterr().err
+    assert printed.count("// ----- IR after fuse-score-topk") == 1 and "kernel.row_program" in printed
+    [folder] = tmp_path.iterdir()
+    assert sorted(p.name for p in folder.iterdir())[0] == "00_input.moe"
+    monkeypatch.setenv("MOESAIC_PRINT_IR", "fuse-score-top")
+    with pytest.raises(UsageError, match="did you mean 'fuse-score-topk'"):
+        program.lower("forward")

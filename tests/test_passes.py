@@ -545,7 +545,7 @@ def test_choose_saved():
     [remark] = context.remarks
     assert re.fullmatch(
         r"choose-saved: keeps indices tensor<Tx3xi32> \(12 B/token\); "
-        r"backward computes \d+ forward values again from logits",
+        r"backward computes \d+ forward values again, and reads logits",
         remark,
     )
     assert m.entry.result_names == ["weights", "indices", "counts"]
@@ -581,7 +581,7 @@ def test_choose_saved_takes_the_byte_map_where_it_is_smaller():
 def test_choose_saved_keeps_nothing_where_nothing_is_selected():
     m, context = lower(module("%y = row.softmax %x"), FUSED)
     [remark] = context.remarks
-    assert remark.startswith("choose-saved: keeps nothing (0 B/token)") and remark.endswith("from x")
+    assert remark.startswith("choose-saved: keeps nothing (0 B/token)") and remark.endswith("and reads x")
     assert m.entry.result_names == ["y"]
     forward_only, _ = lower(module("%y = row.softmax %x"), "expand-rows,fuse-score-topk")
     assert not run("choose-saved", forward_only)[0]

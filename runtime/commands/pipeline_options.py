@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import TextIO, cast
 
 from moesaic.ir import environment
-from moesaic.ir.errors import UsageError, suggestion
-from moesaic.passes.instruments import DiffIR, PrintIR, SaveTree, Timing, VerifyEach
-from moesaic.passes.manager import REGISTRY, Instrument, Pass, pass_class
+from moesaic.passes.instruments import DiffIR, PrintIR, SaveTree, Timing, VerifyEach, print_by_environment
+from moesaic.passes.manager import Instrument, Pass, pass_class
 from moesaic.runtime.commands import console
 from moesaic.runtime.commands.reproducer import Reproduce
 
@@ -54,22 +53,12 @@ def instruments(arguments: argparse.Namespace, passes: Sequence[Pass], part: str
             pass_class(name)
             if name not in [p.name for p in passes]:
                 console.say(f"{option} {name}: the pipeline has no such pass", kind="warning")
-    asked = environment.PRINT_IR.get()
-    if asked == "after-all":
-        after_all = True
-    elif asked == "after-change":
-        after_change = True
-    elif asked is not None:
-        if asked not in REGISTRY:
-            near = suggestion(asked, ["after-all", "after-change", *REGISTRY])
-            raise UsageError(
-                f"environment variable {environment.PRINT_IR.name} is {asked!r}, expected after-all, after-change or "
-                f"the name of a pass{near}"
-            )
-        after.append(asked)
     made: list[Instrument] = [Reproduce(arguments.crash_reproducer)]
     if environment.VERIFY_EACH.get() if arguments.verify_each is None else arguments.verify_each:
         made.append(VerifyEach())
+    asked = print_by_environment(sys.stderr)
+    if asked is not None:
+        made.append(asked)
     if after or before or after_all or after_change:
         made.append(PrintIR(sys.stderr, after=after, before=before, after_all=after_all, after_change=after_change))
     if arguments.print_ir_diff:

@@ -47,9 +47,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, /*blocks per multiprocess
 
     float logits[Experts::kSlots];  // %logits
     moesaic::widen(logits_ahead, logits);
-    if (first + stride < tokens) {
-      moesaic::fetch_row<Experts, /*align=*/16>(logits_ptr + moesaic::at_most(token + stride, tokens - 1) * logits_ptr_stride, logits_ahead, lane);
-    }
+    moesaic::fetch_row<Experts, /*align=*/16>(logits_ptr + moesaic::at_most(token + stride, tokens - 1) * logits_ptr_stride, logits_ahead, lane);
     float d_weights[Picks::kSlots];  // %d_weights
     moesaic::load_row<Picks, /*align=*/16>(d_weights_ptr + token * d_weights_ptr_stride, d_weights, lane);
     int indices[Picks::kSlots];  // %indices

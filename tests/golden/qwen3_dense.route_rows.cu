@@ -43,9 +43,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, /*blocks per multiprocess
 
     float logits[Experts::kSlots];  // %logits
     moesaic::widen(logits_ahead, logits);
-    if (first + stride < tokens) {
-      moesaic::fetch_row<Experts, /*align=*/16>(logits_ptr + moesaic::at_most(token + stride, tokens - 1) * logits_ptr_stride, logits_ahead, lane);
-    }
+    moesaic::fetch_row<Experts, /*align=*/16>(logits_ptr + moesaic::at_most(token + stride, tokens - 1) * logits_ptr_stride, logits_ahead, lane);
 
     // %largest = row.max %logits
     const float largest = moesaic::row_max<Experts>(logits, lane);
