@@ -128,7 +128,8 @@ class Prepared:
             if 0 in shape:
                 template = torch.empty(shape, dtype=slot.dtype, device=device)
             else:  # one element, repeated: a shape that holds no memory to speak of
-                template = self.elements[slot.dtype].as_strided(shape, (0,) * len(shape))
+                strides = (1 if set(shape) == {1} else 0,) * len(shape)  # of one element, `empty_like` keeps strides
+                template = self.elements[slot.dtype].as_strided(shape, strides)
             templates.append((template, -1 if slot.reuses < 0 else inputs + slot.reuses))
         return _Sized(tokens, tuple(grids), tuple(templates))
 

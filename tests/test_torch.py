@@ -893,3 +893,12 @@ def test_a_warm_layer_compiles_nothing(backend: str, monkeypatch: pytest.MonkeyP
                     output[:, 0].sum().backward(retain_graph=True)
                     output.mul(output.detach()[:1]).sum().backward(retain_graph=True)
                     output.sum(0).backward(cotangent(output[:0].sum(0), seed=1), retain_graph=True)
+
+
+@pytest.mark.emulate
+def test_results_of_one_element_have_ordinary_strides() -> None:
+    """One token, one expert, one pick: `empty_like` of a repeated element would hand its strides of 0 on."""
+    router = mo.Router(1, 1, outputs=("weights", "indices", "probs", "map"))
+    result = mo.compile(router, backend="emulate")(torch.tensor([[0.5]]))
+    assert all(output.stride() == (1, 1) for output in result)
+    assert result.weights.tolist() == [[1.0]] and result.indices.tolist() == [[0]] and result.map.tolist() == [[1]]
