@@ -257,7 +257,7 @@ class _Emitter:
                     rest.append(op)
             sections.append(self._elementwise(run, layout))
             waiting = rest
-        return sections
+        return [section for section in sections if section]
 
     def _is_store_cast(self, op: Op) -> bool:
         """A rounding that only feeds a store: the store rounds."""
@@ -267,6 +267,9 @@ class _Emitter:
         return all(u is self.region.terminator for u in users) and not isinstance(op.operands[0], Constant)
 
     def _elementwise(self, run: Sequence[math.Elementwise], layout: Layout) -> list[str]:
+        if layout.kind in ("vector", "uniform"):
+            self._before_the_loop(run, layout)
+            return []
         if not layout.is_row:
             return [self._assignment(op, "", declare=True) for op in run]
         inside = set(run)
@@ -291,6 +294,17 @@ class _Emitter:
             *body,
             "}",
         ]
+
+    def _before_the_loop(self, run: Sequence[math.Elementwise], layout: Layout) -> None:
+        """What is the same for all tokens is computed once."""
+        if layout.kind == "uniform":
+            self.out.setup += [self._assignment(op, "", declare=True) for op in run]
+            return
+        rows = self._vector_rows(layout)
+        self.kept.update(op.results[0] for op in run)
+        self.out.setup += [f"{_register(op.results[0])} {self._name(op.results[0])}[{rows}::kSlots];" for op in run]
+        self.out.setup += ["#pragma unroll", f"for (int i = 0; i < {rows}::kSlots; ++i) {{"]
+        self.out.setup += ["  " + self._assignment(op, "i", declare=False) for op in run] + ["}"]
 
     def _assignment(self, op: math.Elementwise, index: str, *, declare: bool) -> str:
         value = op.results[0]

@@ -550,3 +550,34 @@ def test_a_cap_does_not_decide_ties() -> None:
     logits = torch.tensor([[200.0, 400.0, 0.0, 0.0]])
     result = mo.compile(mo.Router(4, 2, logit_cap=3.0), backend="reference")(logits)
     assert result.indices.tolist() == [[1, 0]]
+
+
+@compiled_backend
+def test_what_all_tokens_share_is_computed_before_the_loop(backend: str) -> None:
+    """Arithmetic on vectors over experts and on single numbers, used for whole rows and at the picks."""
+    module = mo.parse("""
+        moe.func @route(%logits: tensor<Tx16xf32>, %bias: tensor<16xf32>, %temperature: tensor<f32>)
+            -> (weights: tensor<Tx3xf32>, indices: tensor<Tx3xi32>, all: tensor<Tx16xf32>) {
+          %half = math.mul %temperature, 0.5
+          %positive = math.sigmoid %bias
+          %factor = math.mul %positive, %half
+          %x = math.mul %logits, %half
+          %s = math.sigmoid %x
+          %selection = math.add %s, %factor
+          %v, %i = row.topk %selection {k = 3}
+          %w = row.gather %s, %i
+          %f = row.gather %factor, %i
+          %weights = math.mul %w, %f
+          %all = math.mul %s, %factor
+          return %weights, %i, %all
+        }
+    """)
+    device = device_of(backend)
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(67, 16, generator=generator).to(device)
+    others = {"bias": torch.randn(16, generator=generator).to(device), "temperature": torch.tensor(3.0, device=device)}
+    got = run(mo.compile(module, backend=backend), logits, backward=False, **others)
+    exact = run(mo.compile(module, backend="reference"), logits, backward=False, **others)
+    assert torch.equal(got.outputs["indices"], exact.outputs["indices"])
+    for name in ("weights", "all"):
+        assert_close(name, got.outputs[name], exact.outputs[name], EXACT)
