@@ -368,11 +368,14 @@ class _Emitter:
             select = "collect"  # values that fill a word are merged alone and collected with their columns
         tables = []
         if select == "sort":
-            tables.append(self._table("sorted", f"{rank}::Pick", "Experts::kSlots * kLanes"))
+            of_rank = rank.removeprefix(
+                "Rank"
+            )  # top-ks of one kernel may rank different types, and pick different numbers
+            tables.append(self._table(f"sorted{of_rank}", f"{rank}::Pick", "Experts::kSlots * kLanes"))
         elif select == "collect":
             tables += [
                 self._table("staged", "unsigned", "kExperts"),
-                self._table("reached", "moesaic::Wide", f"{picks}::kColumns"),
+                self._table(f"reached{picks.removeprefix('Picks')}", "moesaic::Wide", f"{picks}::kColumns"),
             ]
         call = ", ".join([keys, "lane", picked, last, *tables])
         lines.append(f"moesaic::top_k_{select}<{rank}, Experts, {picks}>({call});")

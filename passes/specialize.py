@@ -109,11 +109,14 @@ class Specialize(Pass):
         if lanes not in (1, 2, 4, 8, 16, 32) or chunks * vec // lanes > 32:
             raise UnsupportedError(f"specialize: {lanes} lanes cannot hold a row of {experts} experts")
         select = {}
-        for inner in op.region.ops:
-            if isinstance(inner, row.TopK):
-                select["select"] = self.select or _selection(inner, chunks * vec // lanes, lanes)
-            elif isinstance(inner, row.GroupLimit):
-                select["groups"] = "lanes" if _groups_in_lanes(inner, experts, vec, lanes) else "shared"
+        selections = [o for o in op.region.ops if isinstance(o, row.TopK)]
+        if selections:  # one way for all: what suits the most picks
+            most = max(selections, key=lambda o: o.k)
+            select["select"] = self.select or _selection(most, chunks * vec // lanes, lanes)
+        limits = [o for o in op.region.ops if isinstance(o, row.GroupLimit)]
+        if limits:
+            in_lanes = all(_groups_in_lanes(o, experts, vec, lanes) for o in limits)
+            select["groups"] = "lanes" if in_lanes else "shared"
         columns = [o for o in op.region.ops if isinstance(o, col.Count | col.Sum)]
         threads = self.threads or (64 if self.tokens == "few" else 256 if columns and not grouped else 128)
         per_token = _shared_bytes_per_token(op.region, experts, chunks * vec, select)

@@ -581,3 +581,29 @@ def test_what_all_tokens_share_is_computed_before_the_loop(backend: str) -> None
     assert torch.equal(got.outputs["indices"], exact.outputs["indices"])
     for name in ("weights", "all"):
         assert_close(name, got.outputs[name], exact.outputs[name], EXACT)
+
+
+@compiled_backend
+@pytest.mark.parametrize("many", [5, 40])
+def test_two_selections_in_one_kernel(many: int, backend: str) -> None:
+    """Of different numbers of picks, one ranking the 16-bit logits and one float32 scores."""
+    module = mo.parse(f"""
+        moe.func @route(%logits: tensor<Tx60xbf16>, %bias: tensor<60xf32>)
+            -> (first: tensor<Tx3xi32>, second: tensor<Tx{many}xi32>, weights: tensor<Tx{many}xf32>) {{
+          %s = math.sigmoid %logits
+          %selection = math.add %s, %bias
+          %v, %first = row.topk %logits {{k = 3}}
+          %u, %second = row.topk %selection {{k = {many}}}
+          %weights = row.gather %s, %second
+          return %first, %second, %weights
+        }}
+    """)
+    device = device_of(backend)
+    generator = torch.Generator().manual_seed(4)
+    logits = torch.randn(67, 60, generator=generator).bfloat16().to(device)
+    bias = torch.randn(60, generator=generator).to(device)
+    got = run(mo.compile(module, backend=backend), logits, backward=False, bias=bias)
+    exact = run(mo.compile(module, backend="reference"), logits, backward=False, bias=bias)
+    assert torch.equal(got.outputs["first"], exact.outputs["first"])
+    assert torch.equal(got.outputs["second"], exact.outputs["second"])
+    assert_close("weights", got.outputs["weights"], exact.outputs["weights"], EXACT)
