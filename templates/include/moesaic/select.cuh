@@ -175,28 +175,36 @@ __device__ __forceinline__ void sort_over_lanes(Key (&keys)[R::kSlots], int lane
 //
 // One contract: `picked` gets each of a lane's picks (0 in dead slots), `last` the last pick of the row.
 
-// The best of a row in descending order, in every lane: each lane sorts its own, keeps the best, and lanes merge.
-template <class Experts, int kList, typename Key>
+// The kKeep best of a row in descending order, in every lane: each lane sorts its own, keeps the best, and lanes merge.
+// Places past kKeep are set to 0 on the way, so that the compiler drops the exchanges and shuffles that feed them only.
+template <class Experts, int kKeep, int kList, typename Key>
 __device__ __forceinline__ void merge_best(const Key (&keys)[Experts::kSlots], Key (&best)[kList]) {
+  static_assert(kList == next_power_of_two(kKeep), "the networks are for powers of two");
 #pragma unroll
   for (int first = 0; first < Experts::kSlots; first += kList) {
     Key run[kList];
 #pragma unroll
     for (int i = 0; i < kList; ++i) run[i] = first + i < Experts::kSlots ? keys[first + i] : Key(0);
     sort_descending(run);
+#pragma unroll
+    for (int i = kKeep; i < kList; ++i) run[i] = 0;
     if (first == 0) {
 #pragma unroll
       for (int i = 0; i < kList; ++i) best[i] = run[i];
     } else {
       keep_largest(best, run);
     }
+#pragma unroll
+    for (int i = kKeep; i < kList; ++i) best[i] = 0;
   }
 #pragma unroll
   for (int distance = 1; distance < Experts::kLanes; distance *= 2) {
     Key other[kList];
 #pragma unroll
-    for (int i = 0; i < kList; ++i) other[i] = __shfl_xor_sync(kAllLanes, best[i], distance);
+    for (int i = 0; i < kList; ++i) other[i] = i < kKeep ? __shfl_xor_sync(kAllLanes, best[i], distance) : Key(0);
     keep_largest(best, other);
+#pragma unroll
+    for (int i = kKeep; i < kList; ++i) best[i] = 0;
   }
 }
 
@@ -229,7 +237,7 @@ template <class R, class Experts, class Picks>
 __device__ __forceinline__ void top_k_merge(const typename R::Key (&keys)[Experts::kSlots], int lane,
                                             typename R::Pick (&picked)[Picks::kSlots], typename R::Pick& last) {
   unsigned best[next_power_of_two(Picks::kColumns)];
-  merge_best<Experts>(keys, best);
+  merge_best<Experts, Picks::kColumns>(keys, best);
   last = best[Picks::kColumns - 1];
 #pragma unroll
   for (int p = 0; p < Picks::kSlots; ++p) {
@@ -274,7 +282,7 @@ __device__ __forceinline__ void top_k_collect(const unsigned (&keys)[Experts::kS
                                               Wide* shared_picks) {
   static_assert(Experts::kSlots <= 32, "one bit a slot");
   unsigned best[next_power_of_two(Picks::kColumns)];
-  merge_best<Experts>(keys, best);
+  merge_best<Experts, Picks::kColumns>(keys, best);
   const unsigned bound = best[Picks::kColumns - 1];
 
   __syncwarp();  // the picks of the token before have been read
