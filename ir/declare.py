@@ -8,13 +8,13 @@ and per expert.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, Self
 
 from moesaic.ir.attributes import Call
 from moesaic.ir.builder import Builder
 from moesaic.ir.core import Constant, Module, OpResult, Value, create_one
-from moesaic.ir.errors import InputError, suggestion
+from moesaic.ir.errors import InputError, InputTypeError, suggestion
 from moesaic.ir.types import DType, symbol, tensor
 
 Score = str | Callable[[Value], Value]
@@ -189,6 +189,39 @@ class Router:
                 f"group_score sums the best {best.arguments[0]} of a group, but a group holds {size} experts "
                 f"({e} experts in {self.groups} groups); use 'max' or sum_top(n) with n <= {size}"
             )
+
+    @classmethod
+    def preset(cls, family: str, /, **overrides: Any) -> Self:
+        """The router of a family of open models, with the defaults of its configuration.
+
+        Args:
+            family: the name of its folder in `transformers`, such as ``"deepseek_v3"``; `moesaic.ir.presets` has the
+                table, what each preset covers, and the families that these arguments do not express.
+            overrides: arguments of this class, in place of the family's.
+
+        Raises:
+            InputError: an unknown family, or one that ships no sizes and none are given.
+            InputTypeError: an override that is no argument of this class.
+        """
+        from moesaic.ir.presets import PRESETS, WITHOUT  # which imports this module
+
+        if family in WITHOUT:
+            raise InputError(f"no arguments of Router express the router of {family!r}: {WITHOUT[family]}")
+        if family not in PRESETS:
+            raise InputError(
+                f"unknown preset {family!r}{suggestion(str(family), PRESETS)}; known: {', '.join(PRESETS)}"
+            )
+        known = [f.name for f in fields(cls)]
+        for name in overrides:
+            if name not in known:
+                raise InputTypeError(f"preset {family!r}: Router has no argument {name!r}{suggestion(name, known)}")
+        arguments = {**PRESETS[family], **overrides}
+        if missing := [name for name in ("num_experts", "top_k") if name not in arguments]:
+            raise InputError(
+                f"preset {family!r} has no default for {' and '.join(missing)}: its configuration has none of use; "
+                f"give {', '.join(f'{name}=...' for name in missing)}"
+            )
+        return cls(**arguments)
 
     @property
     def normalization(self) -> Normalization | None:

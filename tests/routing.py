@@ -202,6 +202,8 @@ def selection(
     x = logits.detach().cpu().double()
     if gate_bias is not None:
         x = x + gate_bias.detach().cpu().double()
+    if router.logit_cap is not None:
+        x = router.logit_cap * torch.tanh(x / router.logit_cap)
     if router.order == "score_then_topk":
         score = _SCORES[router.score] if isinstance(router.score, str) else SOFTSIGN_ORACLE
         x = score(x)

@@ -1,17 +1,21 @@
-"""Routers of open models: what a declared router computes is what the model's own module in `transformers` computes.
-
-Modules get random weights; nothing is downloaded. They run on the CPU in float32 and are fed hidden states; a declared
-router gets the logits of the same product. Expert sets must be equal except where rounding decides (see `TIE`).
-"""
+"""Routers of open models: what a declared router computes is what the model's own module in `transformers` computes."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import pytest
 import torch
+from families import (
+    TOKENS,
+    Family,
+    assert_routes_like_the_model,
+    correction_of,
+    given_bias,
+    of_module,
+    read_llama4,
+    rows_that_a_bias_changes,
+)
 from routing import (
     BACKENDS,
     EXACT,
@@ -29,39 +33,6 @@ from routing import (
 import moesaic as mo
 
 pytest.importorskip("transformers")
-
-HIDDEN = 64
-TOKENS = 67
-
-MOST_LEFT_OUT = 2
-"""Rows of 67 that may be left out because the last pick, or the last group kept, leads by less than `TIE`: with gaps of
-about 1e-2 between neighbours at the cut, a row is this close once in ten thousand."""
-
-CORRECTION = 0.05  # spread of selection biases: it changes many picks, and does not decide them alone
-
-
-@dataclass(frozen=True)
-class Family:
-    """A model's router module, and the router that is declared to equal it."""
-
-    model: str
-    config: str
-    module: str
-    router: Callable[[], mo.Router]
-    options: tuple[tuple[str, object], ...] = ()
-
-    def build(self) -> torch.nn.Module:
-        """The module with random weights and, where the family has one, a random selection bias."""
-        configuration = importlib.import_module(f"transformers.models.{self.model}.configuration_{self.model}")
-        modeling = importlib.import_module(f"transformers.models.{self.model}.modeling_{self.model}")
-        config = getattr(configuration, self.config)(hidden_size=HIDDEN, **dict(self.options))
-        module = getattr(modeling, self.module)(config)
-        random = torch.Generator().manual_seed(11)
-        with torch.no_grad():
-            for name, values in [*module.named_parameters(), *module.named_buffers()]:
-                spread = HIDDEN**-0.5 if name == "weight" else 0.5 if name == "bias" else CORRECTION
-                values.copy_(spread * torch.randn(values.shape, generator=random))
-        return module
 
 
 def declared(**arguments: object) -> Callable[[], mo.Router]:
@@ -103,6 +74,7 @@ FAMILIES = {
         "MiniMaxM2Config",
         "MiniMaxM2TopKRouter",
         declared(num_experts=256, top_k=8, score="sigmoid", selection_bias=True, renormalize=True),
+        read=given_bias,
     ),
     "ernie4_5_moe": Family(
         "ernie4_5_moe",
@@ -110,7 +82,7 @@ FAMILIES = {
         "Ernie4_5_MoeTopKRouter",
         declared(num_experts=64, top_k=6, selection_bias=True, renormalize=mo.norm.sum(min=1e-12)),
     ),
-    "llama4": Family("llama4", "Llama4TextConfig", "Llama4Router", of_example("llama4")),
+    "llama4": Family("llama4", "Llama4TextConfig", "Llama4Router", of_example("llama4"), read=read_llama4),
 }
 
 SIZES = {
@@ -127,93 +99,13 @@ SIZES = {
 }
 
 
-@dataclass(frozen=True)
-class Routed:
-    """What a model's module computed, and the gradients of random cotangents of its weights."""
-
-    dense: torch.Tensor
-    """[T, E]: weights by expert, 0 where not picked."""
-    picked: torch.Tensor
-    """[T, E]: True where picked."""
-    logits: torch.Tensor
-    d_logits: torch.Tensor
-    d_hidden: torch.Tensor
-    d_weight: torch.Tensor
-    d_bias: torch.Tensor | None
-
-
-def of_module(family: Family, module: torch.nn.Module, bias: torch.Tensor | None) -> tuple[Routed, torch.Tensor]:
-    """The module's results on random hidden states, and those hidden states."""
-    hidden = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(5)).requires_grad_()
-    if family.module == "Llama4Router":  # (dense weights, logits)
-        dense, logits = module(hidden)
-        picked = dense.detach() > 0
-    else:
-        logits, weights, indices = module(hidden, bias) if family.model == "minimax_m2" else module(hidden)
-        dense = torch.zeros_like(logits).scatter(-1, indices, weights)
-        picked = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, indices, True)
-    reached = [logits, hidden, module.weight]
-    if isinstance(getattr(module, "bias", None), torch.Tensor):
-        reached.append(module.bias)
-    # The cotangent of a weight is drawn by its expert: families order their picks differently.
-    gradients = torch.autograd.grad(dense, reached, cotangent(dense, seed=9))
-    results = Routed(dense.detach(), picked, logits.detach(), *gradients[:3], (*gradients[3:], None)[0])
-    return results, hidden.detach()
-
-
-def correction_of(family: Family, module: torch.nn.Module) -> torch.Tensor | None:
-    """The selection bias: a buffer of the module, of a part of it, or (MiniMax) of the block that calls it."""
-    if family.model == "minimax_m2":
-        return CORRECTION * torch.randn(module.num_experts, generator=torch.Generator().manual_seed(13))
-    found = [t for n, t in [*module.named_buffers(), *module.named_parameters()] if "correction_bias" in n]
-    return found[0].detach().flatten() if found else None
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_routes_like_the_model(name: str, backend: str) -> None:
     family = FAMILIES[name]
     router = family.router()
     assert (router.num_experts, router.top_k) == SIZES[name]
-    module = family.build()
-    correction = correction_of(family, module)
-    assert (correction is not None) == router.selection_bias
-    wanted, hidden = of_module(family, module, correction)
-
-    # The same hidden states through the same product and the declared router.
-    device = device_of(backend)
-    hidden = hidden.requires_grad_()
-    weight = module.weight.detach().clone().requires_grad_()
-    product = torch.nn.functional.linear(hidden, weight)
-    logits = product.detach().to(device).requires_grad_()
-    inputs = {"bias": correction.to(device)} if correction is not None else {}
-    if router.gate_bias:
-        inputs["gate_bias"] = module.bias.detach().to(device).requires_grad_()
-    layer = mo.compile(router, backend=backend)
-    r = layer(logits, **inputs)
-    assert layer.backend == backend
-    indices = r.indices.cpu()
-    dense = by_expert(r.weights.cpu(), indices, router.num_experts)
-    picked = torch.zeros_like(wanted.picked).scatter(-1, indices.long(), True)
-
-    # Where rounding decides, both choices are right; those rows, and only those, are left out.
-    compared = ~near_cut(router, selection(router, product, correction, inputs.get("gate_bias")), TIE)
-    assert int((~compared).sum()) <= MOST_LEFT_OUT
-    assert torch.equal(picked[compared], wanted.picked[compared])
-    assert torch.equal(r.counts.cpu(), picked.sum(0, dtype=torch.int32))
-    assert_close("weights", dense[compared], wanted.dense[compared], EXACT)
-
-    # Gradients, from the same cotangents.
-    sent = cotangent(wanted.dense, seed=9).gather(-1, indices.long()).to(device)
-    reached = [logits, inputs["gate_bias"]] if router.gate_bias else [logits]
-    d_logits, *d_bias = (g.cpu() for g in torch.autograd.grad(r.weights, reached, sent))
-    d_hidden, d_weight = torch.autograd.grad(product, [hidden, weight], d_logits)
-    assert_close("gradient of the logits", d_logits[compared], wanted.d_logits[compared], GRADIENT)
-    assert_close("gradient of the hidden states", d_hidden[compared], wanted.d_hidden[compared], GRADIENT)
-    if compared.all():
-        assert_close("gradient of the gate's weight", d_weight, wanted.d_weight, GRADIENT)
-        if wanted.d_bias is not None:
-            assert_close("gradient of the gate's bias", d_bias[0], wanted.d_bias, GRADIENT)
+    assert_routes_like_the_model(family, backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -221,7 +113,7 @@ def test_dense_weights_like_llama4(backend: str) -> None:
     """Llama 4 takes the sigmoid of logits that are -inf where not picked: exactly 0 there, and so are our `probs`."""
     family = FAMILIES["llama4"]
     router = family.router()
-    wanted, _ = of_module(family, family.build(), None)
+    wanted = of_module(family, family.build(), None)
     logits = wanted.logits.to(device_of(backend)).requires_grad_()
     r = mo.compile(router, backend=backend)(logits)
     assert not near_cut(router, selection(router, wanted.logits), TIE).any()
@@ -234,13 +126,7 @@ def test_dense_weights_like_llama4(backend: str) -> None:
 def test_selection_biases_change_picks() -> None:
     """Else a router without the bias would pass, too."""
     for name in ("deepseek_v3", "glm4_moe", "minimax_m2", "ernie4_5_moe"):
-        family = FAMILIES[name]
-        module = family.build()
-        correction = correction_of(family, module)
-        wanted, _ = of_module(family, module, correction)
-        scores = selection(family.router(), wanted.logits)
-        unbiased = torch.zeros_like(wanted.picked).scatter(-1, scores.topk(family.router().top_k).indices, True)
-        assert int((unbiased != wanted.picked).any(-1).sum()) > TOKENS // 2, name
+        assert rows_that_a_bias_changes(FAMILIES[name]) > TOKENS // 2, name
 
 
 def test_a_wrong_router_is_found_out() -> None:
@@ -248,7 +134,7 @@ def test_a_wrong_router_is_found_out() -> None:
     family = FAMILIES["deepseek_v3"]
     module = family.build()
     correction = correction_of(family, module)
-    wanted, _ = of_module(family, module, correction)
+    wanted = of_module(family, module, correction)
     arguments = {"num_experts": 256, "top_k": 8, "score": "sigmoid", "groups": 8, "groups_kept": 4}
     for wrong in (
         {"renormalize": True},
