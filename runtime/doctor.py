@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
-import shutil
 import stat
-import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -19,6 +17,7 @@ from moesaic.codegen.target import Target
 from moesaic.ir import environment
 from moesaic.ir.errors import MoesaicError, ToolchainError
 from moesaic.runtime import driver
+from moesaic.runtime.emulator import toolchain
 
 Status = Literal["ok", "warn", "fail"]
 
@@ -51,6 +50,7 @@ def checks() -> list[Check]:
             ("gpus", _gpus),
             ("torch", _torch),
             ("c++ compiler", _compiler),
+            ("emulator headers", _emulator_headers),
             ("disassembler", _disassembler),
             ("cache", _cache),
         )
@@ -220,15 +220,19 @@ def _torch() -> Check:
 
 
 def _compiler() -> Check:
-    names = [os.environ.get("CXX", ""), "g++", "clang++", "c++"]
-    path = next((path for name in names if name and (path := shutil.which(name))), None)
-    if path is None:
-        return Check("c++ compiler", "warn", "none found", "needed by the emulate backend: install g++, or set CXX")
     try:
-        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30)
-    except subprocess.TimeoutExpired:
-        return Check("c++ compiler", "warn", f"{path} does not answer", "set CXX to one that works")
-    return Check("c++ compiler", "ok", f"{path}: {done.stdout.partition(chr(10))[0]}")
+        found = toolchain.find_compiler()
+    except ToolchainError as missing:
+        return Check("c++ compiler", "warn", "none that works", str(missing))
+    return Check("c++ compiler", "ok", f"{' '.join(found.command)}: {found.version}")
+
+
+def _emulator_headers() -> Check:
+    try:
+        folders = toolchain.cuda_include_dirs()
+    except ToolchainError as missing:
+        return Check("emulator headers", "warn", "incomplete", str(missing))
+    return Check("emulator headers", "ok", str(folders[0]))
 
 
 def _disassembler() -> Check:
