@@ -55,8 +55,10 @@ class Loaded:
     most_blocks: int
     """Blocks that a persistent grid should have at most."""
 
-    def launch(self, grid: Grid, stream: int, values: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
-        """Launches with packed argument values; `tensors` are all operands of the plan."""
+    def launch(
+        self, grid: Grid, stream: int, values: Sequence[int], tensors: Sequence[torch.Tensor], inputs: int
+    ) -> None:
+        """Launches with the argument values; `tensors` are all operands of the plan, the first `inputs` only read."""
         raise NotImplementedError
 
 
@@ -110,7 +112,7 @@ class Prepared:
                 else:
                     values.append(tensors[number].shape[0])
             if grid[0]:
-                loaded.launch(grid, stream, values, tensors)
+                loaded.launch(grid, stream, values, tensors, len(inputs))
         return [tensors[i] for i in self.results]
 
     def _size(self, tokens: int, device: torch.device) -> _Sized:
@@ -270,7 +272,9 @@ class _CudaKernel(Loaded):
         self.most_blocks = max(1, resident) * driver.device(ordinal).sm_count
         self._launch = module.kernel.prepare((kernel.threads, 1, 1), 0, kinds)
 
-    def launch(self, grid: Grid, stream: int, values: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
+    def launch(
+        self, grid: Grid, stream: int, values: Sequence[int], tensors: Sequence[torch.Tensor], inputs: int
+    ) -> None:
         self._launch(grid, stream, *values)
 
 
@@ -306,14 +310,17 @@ class _EmulatedKernel(Loaded):
         self._runner = runner
         self._emulated = build(source_of(kernel), kernel.symbol, nvrtc.helper_include_dirs())
 
-    def launch(self, grid: Grid, stream: int, values: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
+    def launch(
+        self, grid: Grid, stream: int, values: Sequence[int], tensors: Sequence[torch.Tensor], inputs: int
+    ) -> None:
         from moesaic.runtime.emulator import Buffer
 
         buffers = []
         for number, tensor in enumerate(tensors):
             if tensor.numel() and tensor.data_ptr() in values:
                 span = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-                buffers.append(Buffer(tensor.data_ptr(), span * tensor.element_size(), f"operand {number}"))
+                name, size = f"operand {number}", span * tensor.element_size()
+                buffers.append(Buffer(tensor.data_ptr(), size, name, writable=number >= inputs))
         threads = (self._kernel.threads, 1, 1)
         self._emulated.launch(grid, threads, list(values), buffers=buffers, order=self._runner.order)
 

@@ -25,7 +25,10 @@ from routing import (
 )
 
 import moesaic as mo
+from moesaic.codegen.kernel import GeneratedKernel
+from moesaic.ir.errors import EmulationError
 from moesaic.passes.specialize import Specialize
+from moesaic.runtime import execute
 from moesaic.runtime.execute import RUNNERS, EmulatedRunner
 
 EVERY_OUTPUT = ("weights", "indices", "counts", "probs", "map")
@@ -607,3 +610,19 @@ def test_two_selections_in_one_kernel(many: int, backend: str) -> None:
     assert torch.equal(got.outputs["first"], exact.outputs["first"])
     assert torch.equal(got.outputs["second"], exact.outputs["second"])
     assert_close("weights", got.outputs["weights"], exact.outputs["weights"], EXACT)
+
+
+@pytest.mark.emulate
+def test_a_kernel_that_writes_an_input_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The emulator knows which operands a launch only reads."""
+    whole = execute.source_of
+
+    def overwriting(kernel: GeneratedKernel) -> str:
+        text = whole(kernel).replace("picked_scores_ptr + token * 3", "const_cast<float*>(logits_ptr) + token * 3")
+        assert text != whole(kernel)
+        return text
+
+    monkeypatch.setattr(execute, "source_of", overwriting)
+    layer = mo.compile(mo.Router(19, 3, name="overwrites", outputs=("weights",)), backend="emulate")
+    with pytest.raises(EmulationError, match="operand 0"):
+        layer(torch.randn(5, 19))
