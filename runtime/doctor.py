@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import re
-import stat
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from moesaic.codegen import disassemble, nvrtc
 from moesaic.codegen.target import Target
 from moesaic.ir import environment
 from moesaic.ir.errors import MoesaicError, ToolchainError
-from moesaic.runtime import driver
+from moesaic.runtime import driver, folders
 from moesaic.runtime.emulator import toolchain
 
 Status = Literal["ok", "warn", "fail"]
@@ -253,10 +252,8 @@ def _cache() -> Check:
     if not root.is_dir() or not os.access(root, os.W_OK | os.X_OK):
         remedy = f"nothing is kept between runs: set {environment.CACHE_DIR.name} to a folder of yours"
         return Check("cache", "warn", f"{root} is not a folder that can be written", remedy)
-    status = root.stat()
-    if hasattr(os, "geteuid") and status.st_uid != os.geteuid():
-        return Check("cache", "fail", f"{root} belongs to another user", f"set {environment.CACHE_DIR.name}")
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        # Whoever can write there can have this user's GPU run any code.
-        return Check("cache", "fail", f"{root} can be written by others", f"chmod go-w {root}")
+    suspicion = folders.distrust(root)
+    if suspicion is not None:
+        remedy = f"chmod go-w {root} if it is yours, else set {environment.CACHE_DIR.name}"
+        return Check("cache", "fail", f"{root}: {suspicion}", remedy)
     return Check("cache", "ok", str(root))

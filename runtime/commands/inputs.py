@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import runpy
 import sys
 import tempfile
@@ -146,8 +145,3 @@ def write_file(path: Path, content: bytes) -> None:
         os.replace(temporary, path)
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror or error}") from None
-
-
-def file_stem(file: str) -> str:
-    """A name for what is made from a file."""
-    return re.sub(r"\W", "_", Path(file).stem) if file != "-" else "stdin"
