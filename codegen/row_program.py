@@ -16,6 +16,7 @@ from moesaic.ir.attributes import format_attributes, format_float
 from moesaic.ir.core import BlockArgument, Constant, Op, OpResult, Value
 from moesaic.ir.errors import InternalError, UnsupportedError
 from moesaic.ir.ops import col, math, row
+from moesaic.ir.ops.kernel import Ticket, segments_of
 from moesaic.ir.ops.launch import Kernel
 from moesaic.ir.types import DType
 from moesaic.passes.row_layout import Layout, experts_columns, infer_layouts, read_in_registers
@@ -24,6 +25,7 @@ STORAGE = {
     DType.BF16: "__nv_bfloat16",
     DType.F16: "__half",
     DType.F32: "float",
+    DType.I1: "bool",
     DType.U8: "unsigned char",
     DType.I32: "int",
 }
@@ -47,6 +49,7 @@ class RowProgramParameters:
 
     banner: str
     symbol: str
+    segments: str = ""
     constants: list[Line] = field(default_factory=list)
     aliases: list[Line] = field(default_factory=list)
     parameters: list[Line] = field(default_factory=list)
@@ -72,12 +75,14 @@ class _Emitter:
         self.region = op.region
         self.config = op.configuration
         self.layouts = infer_layouts(op.region)
+        self.segments = segments_of(op.region)
         self.experts = experts_columns(self.layouts)
         self.lanes = int(self.config["lanes"])
         self.threads = int(self.config["threads"])
         self.prefetch = self.config["prefetch"] == "on"
         self.alignment = [int(a) for a in self.config["alignment"].split(",")] if self.config["alignment"] else []
-        self.out = RowProgramParameters(banner(op, "every step between a token's logits and its routing"), op.symbol)
+        title = banner(op, "every step between a token's logits and its routing")
+        self.out = RowProgramParameters(title, op.symbol, self.segments)
         self.names: dict[Value, str] = {}
         self.taken: set[str] = set(_RESERVED)
         self.kept: set[Value] = set()  # values whose register array outlives the loop that fills it
@@ -108,6 +113,7 @@ class _Emitter:
             threads=self.threads,
             rows_per_block=self.threads // self.lanes,
             grid=self.config["grid"],
+            by_sequence=bool(self.segments),
         )
 
     def _constants(self) -> None:
@@ -130,6 +136,8 @@ class _Emitter:
         operands = [*self.region.arguments, *self._written()]
         for index, value in enumerate(operands):
             read = index < self.op.reads
+            if read and not self._is_loaded(value):
+                continue  # only its number of rows is asked for
             name = self._parameter_name(value, index)
             storage = self._storage(value)
             shape = f"[{', '.join(map(str, self.op.operands[index].type.shape))}]"
@@ -141,7 +149,15 @@ class _Emitter:
                 arguments.append(Argument("stride", index))
         self.out.parameters.append(Line(declaration="long long tokens"))
         arguments.append(Argument("tokens"))
+        by_sequence = [i for i, a in enumerate(self.region.arguments) if a.type.leading == "N"]
+        if by_sequence:
+            self.out.parameters.append(Line(declaration="long long sequences"))
+            arguments.append(Argument("rows", by_sequence[0]))
         return tuple(arguments)
+
+    def _is_loaded(self, value: Value) -> bool:
+        gathered = any(isinstance(o, row.Gather) and value is o.x for o in self.region.ops)
+        return gathered or (isinstance(value, BlockArgument) and read_in_registers(self.region, value))
 
     def _written(self) -> list[Value]:
         return self.region.terminator.operands
@@ -175,7 +191,8 @@ class _Emitter:
             pointer = self.parameter_of[argument]
             name = self._name(argument)
             align = self.alignment[index] if index < len(self.alignment) else 16
-            kind = "int" if argument.type.dtype is DType.I32 else "float"
+            kind = "int" if argument.type.dtype is DType.I32 and layout.is_row else register(argument)
+            sequence = f" + sequence * {pointer}_stride" if argument.type.leading == "N" else ""
             if layout.kind == "experts" and self.prefetch and kind == "float":
                 section += self._prefetched(argument, self._align(argument, align))
                 self.kept.add(argument)
@@ -189,20 +206,25 @@ class _Emitter:
                 self.kept.add(argument)
             elif layout.kind == "scalar":
                 where = f"{pointer} + token * {pointer}_stride"
-                section.append(
-                    f"const float {name} = moesaic::to_float(moesaic::load_one({where}));  // %{argument.name}"
-                )
+                section.append(f"const {kind} {name} = {self._loaded(argument, where)};  // %{argument.name}")
             elif layout.kind == "vector":
                 rows = self._vector_rows(layout)
-                self.out.setup.append(f"float {name}[{rows}::kSlots];  // %{argument.name}, the same for all tokens")
+                whose = "of this block's sequence" if sequence else "the same for all tokens"
+                self.out.setup.append(f"float {name}[{rows}::kSlots];  // %{argument.name}, {whose}")
                 self.out.setup.append(
-                    f"moesaic::load_row<{rows}, /*align=*/{self._align(argument, align)}>({pointer}, {name}, lane);"
+                    f"moesaic::load_row<{rows}, /*align=*/{self._align(argument, align)}>"
+                    f"({pointer}{sequence}, {name}, lane);"
                 )
                 self.kept.add(argument)
             else:
-                self.out.setup.append(f"const float {name} = moesaic::to_float(moesaic::load_one({pointer}));")
+                self.out.setup.append(f"const float {name} = {self._loaded(argument, pointer + sequence)};")
         if section:
             self.out.body.append(section)
+
+    def _loaded(self, argument: BlockArgument, where: str) -> str:
+        """One element of an input in the type it has in registers."""
+        loaded = f"moesaic::load_one({where})"
+        return loaded if register(argument) == "bool" else f"moesaic::to_float({loaded})"
 
     def _prefetched(self, argument: BlockArgument, align: int) -> list[str]:
         """A row that was fetched during the token before; the next one's fetch is issued before its values are used."""
@@ -282,7 +304,7 @@ class _Emitter:
             stored = any(self._is_store_cast(u) for u in users)
             if stored or any(u not in inside for u in users):
                 self.kept.add(value)
-                declared.append(f"{_register(value)} {self._name(value)}[{self._rows(layout)}::kSlots];")
+                declared.append(f"{register(value)} {self._name(value)}[{self._rows(layout)}::kSlots];")
                 body.append("  " + self._assignment(op, index, declare=False))
             else:
                 body.append("  " + self._assignment(op, index, declare=True))
@@ -302,30 +324,25 @@ class _Emitter:
             return
         rows = self._vector_rows(layout)
         self.kept.update(op.results[0] for op in run)
-        self.out.setup += [f"{_register(op.results[0])} {self._name(op.results[0])}[{rows}::kSlots];" for op in run]
+        self.out.setup += [f"{register(op.results[0])} {self._name(op.results[0])}[{rows}::kSlots];" for op in run]
         self.out.setup += ["#pragma unroll", f"for (int i = 0; i < {rows}::kSlots; ++i) {{"]
         self.out.setup += ["  " + self._assignment(op, "i", declare=False) for op in run] + ["}"]
 
     def _assignment(self, op: math.Elementwise, index: str, *, declare: bool) -> str:
         value = op.results[0]
         expression = op.cuda_expression(*(self._read(v, index) for v in op.operands))
-        target = f"const {_register(value)} {self._name(value)}" if declare else f"{self._name(value)}[{index}]"
+        target = f"const {register(value)} {self._name(value)}" if declare else f"{self._name(value)}[{index}]"
         return f"{target} = {expression};  // {self._comment(op)}"
 
     def _read(self, value: Value, index: str) -> str:
         """A value inside a loop over `index`, or outside of loops."""
         if isinstance(value, Constant):
-            return _literal(value.value)
+            return literal(value.value)
         name = self._name(value)
         return f"{name}[{index}]" if value in self.kept else name
 
     def _comment(self, op: Op) -> str:
-        results = ", ".join("%" + self._name(r) for r in op.results)
-        operands = ", ".join(
-            format_float(v.value) if isinstance(v, Constant) else "%" + self._name(v) for v in op.operands
-        )
-        attributes = f" {format_attributes(op.attributes)}" if op.attributes else ""
-        return f"{results} = {op.name} {operands}{attributes}"
+        return comment(op, self._name)
 
     # --------------------------------------------------------------------------------------------- collectives
 
@@ -333,7 +350,8 @@ class _Emitter:
         emit = _COLLECTIVES.get(type(op))
         if emit is None:
             raise UnsupportedError(f"{op.name} has no form in a row program")
-        return [f"// {self._comment(op)}", *emit(self, op)]
+        lines = emit(self, op)
+        return [f"// {self._comment(op)}", *lines] if lines else []
 
     def _reduction(self, op: Op) -> list[str]:
         layout = self._layout(op.operands[0])
@@ -353,7 +371,7 @@ class _Emitter:
             f"moesaic::Rank<{STORAGE[op.x.type.dtype] if raw else 'float'}>",
             "16-bit values rank with their column in one word" if raw else "",
         )
-        allowed = f" && {self._name(op.allowed)}[i]" if op.allowed is not None else ""
+        allowed = f" && {self._read(op.allowed, 'i')}" if op.allowed is not None else ""
         lines = [
             f"{rank}::Key {keys}[Experts::kSlots];",
             "#pragma unroll",
@@ -382,13 +400,16 @@ class _Emitter:
         fills = []
         if self._used(op.indices):
             lines.append(f"int {self._name(op.indices)}[{picks}::kSlots];")
-            fills.append(f"  {self._name(op.indices)}[p] = {picks}::live(p, lane) ? {rank}::column({picked}[p]) : 0;")
+            none = -1 if op.may_fall_short else 0
+            fills.append(f"  {self._name(op.indices)}[p] = here ? {rank}::column({picked}[p]) : {none};")
             self.kept.add(op.indices)
         if self._used(op.values):
             lines.append(f"float {self._name(op.values)}[{picks}::kSlots];")
-            fills.append(f"  {self._name(op.values)}[p] = {picks}::live(p, lane) ? {rank}::value({picked}[p]) : 0.0f;")
+            fills.append(f"  {self._name(op.values)}[p] = here ? {rank}::value({picked}[p]) : 0.0f;")
             self.kept.add(op.values)
         if fills:
+            here = f"{picks}::live(p, lane)" + (f" && {picked}[p] != 0" if op.may_fall_short else "")
+            fills.insert(0, f"  const bool here = {here};")
             lines += ["#pragma unroll", f"for (int p = 0; p < {picks}::kSlots; ++p) {{", *fills, "}"]
         self.selections[op] = (rank, keys, last)
         return lines
@@ -418,7 +439,8 @@ class _Emitter:
         if isinstance(op.x, BlockArgument):
             pointer = self.parameter_of[op.x]
             where = pointer if op.x.type.rank == 1 else f"{pointer} + token * {pointer}_stride"
-            return [*lines, f"moesaic::gather<{picks}>({where}, {indices}, {name}, lane);"]
+            call = "gather_checked<Experts, " if may_be_none(op.indices) else "gather<"
+            return [*lines, f"moesaic::{call}{picks}>({where}, {indices}, {name}, lane);"]
         staged = self._table("gathered_from", "float", "kExperts")
         source = self._array(op.x)
         return [*lines, f"moesaic::gather_registers<Experts, {picks}>({source}, {indices}, {name}, {staged}, lane);"]
@@ -444,11 +466,12 @@ class _Emitter:
         made_by = op.indices.op if isinstance(op.indices, OpResult) else None
         if isinstance(made_by, row.TopK):
             rank, keys, last = self.selections[made_by]
+            real = f"{keys}[i] != 0 && " if made_by.may_fall_short else ""  # the last pick may be none
             return [
                 *lines,
                 "#pragma unroll",
                 "for (int i = 0; i < Experts::kSlots; ++i) {",
-                f"  {name}[i] = {rank}::reaches({keys}[i], Experts::column(i, lane), {last});",
+                f"  {name}[i] = {real}{rank}::reaches({keys}[i], Experts::column(i, lane), {last});",
                 "}",
             ]
         picks = self._rows(self.layouts[op.indices])
@@ -463,27 +486,61 @@ class _Emitter:
             f"for (int e = threadIdx.x; e < kExperts; e += kThreads) {name}[e] = 0;",
             "__syncthreads();",
         ]
+        pick = f"{self._array(op.indices)}[p]"
+        real = f" && static_cast<unsigned>({pick}) < kExperts" if may_be_none(op.indices) else ""
         return [
             "#pragma unroll",
             f"for (int p = 0; p < {picks}::kSlots; ++p) {{",
-            f"  if (active && {picks}::live(p, lane)) atomicAdd(&{name}[{self._array(op.indices)}[p]], 1);",
+            f"  if (active && {picks}::live(p, lane){real}) atomicAdd(&{name}[{pick}], 1);",
             "}",
         ]
 
     def _column_sum(self, op: Op) -> list[str]:
         assert isinstance(op, col.Sum)
         name = self._name(op.y)
+        rows, index = self._summed_rows(op)
         self.out.setup += [
-            f"float {name}[Experts::kSlots];  // %{op.y.name or name}, this lane's share of the sums over tokens",
+            f"float {name}[{rows}::kSlots];  // %{op.y.name or name}, this lane's share of the sums over tokens",
             "#pragma unroll",
-            f"for (int i = 0; i < Experts::kSlots; ++i) {name}[i] = 0.0f;",
+            f"for (int i = 0; i < {rows}::kSlots; ++i) {name}[i] = 0.0f;",
         ]
+        if not index:
+            return [f"if (active) {name}[0] += {self._read(op.x, '')};"]
         return [
             "#pragma unroll",
-            "for (int i = 0; i < Experts::kSlots; ++i) {",
+            f"for (int i = 0; i < {rows}::kSlots; ++i) {{",
             f"  if (active) {name}[i] += {self._read(op.x, 'i')};",
             "}",
         ]
+
+    def _summed_rows(self, op: col.Sum) -> tuple[str, str]:
+        """The row type of what is summed, and the index of its slots; a number per token is a row of one."""
+        layout = self._layout(op.x)
+        if layout.is_row:
+            return self._rows(layout), "i"
+        return self._alias("Single", "moesaic::Row</*columns=*/1, kLanes, /*vec=*/1>", "a number per token"), ""
+
+    def _row_count(self, op: Op) -> list[str]:
+        assert isinstance(op, col.Rows)
+        count = "tokens" if op.x.type.leading == "T" else "sequences"
+        self.out.setup.append(f"const float {self._name(op.y)} = static_cast<float>({count});  // {self._comment(op)}")
+        return []
+
+    def _spread(self, op: Op) -> list[str]:
+        assert isinstance(op, col.Spread)
+        name = self._name(op.y)
+        layout = self.layouts[op.y]
+        if not layout.is_row:
+            return [f"const float {name} = {self._read(op.x, '')};"]
+        self.kept.add(op.y)
+        return [
+            f"float {name}[{self._rows(layout)}::kSlots];",
+            "#pragma unroll",
+            f"for (int i = 0; i < {self._rows(layout)}::kSlots; ++i) {name}[i] = {self._read(op.x, 'i')};",
+        ]
+
+    def _ticket(self, op: Op) -> list[str]:
+        return []  # a zero; see _outputs
 
     # ------------------------------------------------------------------------------------------------- outputs
 
@@ -494,6 +551,8 @@ class _Emitter:
             name = self._name(value)
             if layout.kind == "column":
                 self._finish(value, pointer)
+            elif isinstance(value, OpResult) and isinstance(value.op, Ticket):
+                self.out.finish += ["", f"if (blockIdx.x == 0 && threadIdx.x == 0) moesaic::store_one({pointer}, 0);"]
             elif layout.is_row:
                 rows = self._rows(layout)
                 where = f"{pointer} + token * {layout.columns}"
@@ -512,7 +571,7 @@ class _Emitter:
     def _finish(self, value: Value, pointer: str) -> None:
         assert isinstance(value, OpResult)
         name = self._name(value)
-        row_of_block = f"{pointer} + static_cast<long long>(blockIdx.x) * kExperts"
+        row_of_block = f"{pointer} + static_cast<long long>(blockIdx.x) * {self.layouts[value].columns}"
         if isinstance(value.op, col.Count):
             self.out.finish += [
                 "",
@@ -522,11 +581,13 @@ class _Emitter:
                 "}",
             ]
             return
+        assert isinstance(value.op, col.Sum)
+        rows, _ = self._summed_rows(value.op)
         scratch = self._unique(f"{name}_scratch")
         self.out.finish += [
             "",
-            f"__shared__ float {scratch}[kThreads / 32 * kExperts];",
-            f"moesaic::store_column_sums<Experts, kThreads>({name}, {scratch}, {row_of_block}, lane);",
+            f"__shared__ float {scratch}[kThreads / 32 * {rows}::kColumns];",
+            f"moesaic::store_column_sums<{rows}, kThreads>({name}, {scratch}, {row_of_block}, lane);",
         ]
 
     # ------------------------------------------------------------------------------------------------- details
@@ -592,7 +653,7 @@ class _Emitter:
         if value not in self.names:
             base = "".join(c if c.isalnum() or c == "_" else "_" for c in value.name)
             if not base or base[0].isdigit():
-                base = _short_name(value)
+                base = short_name(value)
             self.names[value] = self._unique(base)
         return self.names[value]
 
@@ -615,6 +676,9 @@ _COLLECTIVES: dict[type[Op], Callable[[Any, Op], list[str]]] = {
     row.Membership: _Emitter._membership,
     col.Count: _Emitter._count,
     col.Sum: _Emitter._column_sum,
+    col.Rows: _Emitter._row_count,
+    col.Spread: _Emitter._spread,
+    Ticket: _Emitter._ticket,
 }
 
 # Names the kernel text uses itself, and C++ words that a value might be called.
@@ -629,7 +693,13 @@ _RESERVED = frozenset(
 )
 
 
-def _short_name(value: Value) -> str:
+def may_be_none(indices: Value) -> bool:
+    """Whether picks may lie outside the experts: where they come from outside, or a row may have fewer than K."""
+    made_by = indices.op if isinstance(indices, OpResult) else None
+    return not isinstance(made_by, row.TopK) or made_by.may_fall_short
+
+
+def short_name(value: Value) -> str:
     """A name for a value that has none: after the op that makes it."""
     if isinstance(value, OpResult):
         return {
@@ -655,13 +725,23 @@ def _short_name(value: Value) -> str:
     return "x"
 
 
-def _register(value: Value) -> str:
+def comment(op: Op, name: Callable[[Value], str]) -> str:
+    """The op as text, with the names its values have in the code."""
+    results = ", ".join("%" + name(r) for r in op.results)
+    operands = ", ".join(format_float(v.value) if isinstance(v, Constant) else "%" + name(v) for v in op.operands)
+    attributes = f" {format_attributes(op.attributes)}" if op.attributes else ""
+    return f"{results} = {op.name} {operands}{attributes}"
+
+
+def register(value: Value) -> str:
+    """C++ type of an element in a register."""
     if value.type.dtype in (DType.I1, DType.U8):
         return "bool"
     return "int" if value.type.dtype is DType.I32 else "float"
 
 
-def _literal(value: float) -> str:
+def literal(value: float) -> str:
+    """A float32 as C++ has it."""
     if value != value:
         return "moesaic::not_a_number()"
     if value in (float("inf"), float("-inf")):

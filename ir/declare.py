@@ -7,6 +7,7 @@ and per expert.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Self
@@ -15,11 +16,16 @@ from moesaic.ir.attributes import Call
 from moesaic.ir.builder import Builder
 from moesaic.ir.core import Constant, Module, OpResult, Value, create_one
 from moesaic.ir.errors import InputError, InputTypeError, suggestion
+from moesaic.ir.losses import Entropy, LoadBalance, Loss
+from moesaic.ir.ops import math, row
 from moesaic.ir.types import DType, symbol, tensor
 
 Score = str | Callable[[Value], Value]
 
-OUTPUTS = ("weights", "indices", "counts", "probs", "map", "scores")
+OUTPUTS = ("weights", "indices", "counts", "probs", "map", "scores", "score_sums")
+
+LOSS_PREFIX = "loss_"
+"""Results of the function that are losses, by the names they are declared under."""
 
 
 def _sqrtsoftplus(x: Value) -> Value:
@@ -102,7 +108,9 @@ class Router:
         expert_scale: input ``expert_scale`` [E] f32, a learned factor of each expert's weight; it gets a gradient.
         outputs: any of ``weights`` [T, K], ``indices`` [T, K] i32, ``counts`` [E] i32, ``probs`` [T, E] in the logits'
             dtype (the weight where picked, else 0), ``map`` [T, E] u8 (1 where picked), ``scores`` [T, E] f32 (s(x)
-            over all experts, whatever is picked).
+            over all experts, whatever is picked), ``score_sums`` [E] f32 (the sum over tokens of s(x) divided by its
+            sum over experts, with gradient: what a loss of your own may be made of).
+        losses: by name, `LoadBalance`, `ZLoss` or `Entropy`; results come as one mapping after the outputs, scalars.
         dtype: of the logits; ``None`` takes it from each call.
         weights_dtype: of ``weights``.
         rank: ``"auto"`` or ``"score"``, see above.
@@ -126,6 +134,7 @@ class Router:
     scale: float = 1.0
     expert_scale: bool = False
     outputs: tuple[str, ...] = ("weights", "indices", "counts")
+    losses: Mapping[str, Loss] = field(default_factory=dict, hash=False)
     dtype: str | None = None
     weights_dtype: str = "fp32"
     rank: str = "auto"
@@ -160,6 +169,14 @@ class Router:
             _choice("outputs", output, OUTPUTS)
         if len(set(self.outputs)) != len(self.outputs):
             raise InputError(f"outputs names one twice: {self.outputs}")
+        object.__setattr__(self, "losses", dict(self.losses))
+        for name, loss in self.losses.items():
+            if not isinstance(name, str) or not name.isidentifier():
+                raise InputError(f"losses are named by identifiers, found {name!r}")
+            if not isinstance(loss, Loss):
+                raise InputError(f"loss {name!r} must be a LoadBalance, ZLoss or Entropy, found {loss!r}")
+        if len({s for s in map(_segments, self.losses.values()) if s}) > 1:
+            raise InputError("losses by sequence must agree in the order of tokens: batch_first or sequence_first")
         for field_name in ("dtype", "weights_dtype"):
             value = getattr(self, field_name)
             if value is not None and not DType.parse(value).is_float:
@@ -230,49 +247,104 @@ class Router:
             return self.renormalize
         return Normalization(eps=self.renorm_eps) if self.renormalize else None
 
-    def module(self, dtype: DType | str | None = None) -> Module:
-        """The router as IR, for logits of the given dtype (default: the declared one, else float32)."""
-        logits_dtype = DType.parse(dtype or self.dtype or "f32")
+    @property
+    def segments(self) -> str:
+        """The order of tokens, if a loss is taken by sequence; else empty."""
+        return next((s for s in map(_segments, self.losses.values()) if s), "")
+
+    def module(self, dtype: DType | str | None = None, *, masked: bool = False) -> Module:
+        """The router as IR, for logits of the given dtype (default: the declared one, else float32).
+
+        `masked` adds the input ``token_mask`` [T, 1], i1: tokens where it is false have indices -1, weights 0, and no
+        share in counts, losses or gradients.
+        """
+        return _Declaration(self, DType.parse(dtype or self.dtype or "f32"), masked).build()
+
+
+class _Declaration:
+    """A router turned into IR, step by step in the order of the grammar."""
+
+    def __init__(self, router: Router, dtype: DType, masked: bool) -> None:
+        self.router = router
+        self.dtype = dtype
+        self.b = b = Builder(router.name)
+        self.experts = router.num_experts
         tokens = symbol("T")
-        b = Builder(self.name)
-        logits: Value = b.input("logits", tensor(logits_dtype, tokens, self.num_experts))
-        if self.gate_bias:
-            logits = logits + b.input("gate_bias", tensor(DType.F32, self.num_experts))
-        uncapped = logits
-        if self.logit_cap is not None:
-            logits = create_one("math.tanh", logits / float(self.logit_cap)) * float(self.logit_cap)
-            logits.name = "capped"
-        bias = b.input("bias", tensor(DType.F32, self.num_experts)) if self.selection_bias else None
-        indices, weights = self._select(b, uncapped, logits, bias)
-        if self.normalization is not None:
-            n = self.normalization
+        self.raw: Value = b.input("logits", tensor(dtype, tokens, self.experts))
+        self.mask: Value | None = b.input("token_mask", tensor(DType.I1, tokens, 1)) if masked else None
+        self.sequences: Value | None = None
+        if router.segments:
+            self.sequences = b.input("sequences", tensor(DType.F32, symbol("N"), 0))
+        # A masked token takes part with logits of 0, so that whatever it holds stays out of every result.
+        kept: Value = self.raw if self.mask is None else math.select(self.mask, self.raw, 0.0)
+        biased = kept
+        if router.gate_bias:
+            biased = kept + b.input("gate_bias", tensor(DType.F32, self.experts))
+        self.logits = biased
+        if router.logit_cap is not None:
+            self.logits = create_one("math.tanh", biased / float(router.logit_cap)) * float(router.logit_cap)
+            self.logits.name = "capped"
+        # Picks are ranked on what is in memory where they can be: masked tokens have none.
+        self.uncapped = biased
+        self.ranked_as = {kept: self.raw}
+        self.bias: Value | None = b.input("bias", tensor(DType.F32, self.experts)) if router.selection_bias else None
+
+    def build(self) -> Module:
+        router, b = self.router, self.b
+        self.indices, weights = self._select()
+        if router.normalization is not None:
+            n = router.normalization
             weights = b.op("row.normalize", weights, eps=n.eps or None, min=n.min or None)
-        if self.scale != 1.0:
-            weights = weights * float(self.scale)
-        if self.expert_scale:
-            factors = b.input("expert_scale", tensor(DType.F32, self.num_experts))
-            weights = weights * b.op("row.gather", factors, indices)
-        made = {name: self._output(b, name, weights, indices, logits, logits_dtype) for name in self.outputs}
+        if router.scale != 1.0:
+            weights = weights * float(router.scale)
+        if router.expert_scale:
+            factors = b.input("expert_scale", tensor(DType.F32, self.experts))
+            weights = weights * b.op("row.gather", factors, self.indices)
+        self.weights = self._masked(weights)
+        made = {name: self._output(name) for name in router.outputs}
+        made |= {LOSS_PREFIX + name: self._loss(loss) for name, loss in router.losses.items()}
         return b.build(**made)
 
-    def _select(self, b: Builder, uncapped: Value, logits: Value, bias: Value | None) -> tuple[Value, Value]:
+    def _select(self) -> tuple[Value, Value]:
         """(indices, weights before the division)."""
-        if self.order == "topk_then_score":
-            selection = logits if bias is None else logits + bias
-            values, indices = b.op("row.topk", selection, *self._allowed(b, selection), k=self.top_k)
-            picked = values if bias is None else b.op("row.gather", logits, indices)
+        router, b, bias = self.router, self.b, self.bias
+        if router.order == "topk_then_score":
+            selection = self.logits if bias is None else self.logits + bias
+            values, indices = self._topk(selection, selection)
+            picked = values if bias is None else b.op("row.gather", self.logits, indices)
             return indices, self._score(picked)
-        scores = self._score(logits)
+        scores = self.scores
         selection = scores
         if bias is not None:
             selection = scores + bias
             selection.name = "selection"
-        ranked = uncapped if bias is None and self.rank == "auto" and _increasing(scores, uncapped) else selection
-        _, indices = b.op("row.topk", ranked, *self._allowed(b, selection), k=self.top_k)
+        monotone = bias is None and router.rank == "auto" and _increasing(scores, self.uncapped)
+        _, indices = self._topk(self.uncapped if monotone else selection, selection)
         return indices, b.op("row.gather", scores, indices, named="picked_scores")
 
+    def _topk(self, ranked: Value, selection: Value) -> tuple[Value, Value]:
+        """The K best by `ranked`, among the groups that are best by `selection`."""
+        router, b = self.router, self.b
+        allowed: Value | None = None
+        if router.groups is not None and router.groups_kept is not None:
+            score = _group_score(router.group_score)
+            allowed = b.op(
+                "row.group_limit",
+                selection,
+                groups=router.groups,
+                keep=router.groups_kept,
+                score=score if score.arguments else score.name,
+                named="allowed",
+            )
+        if self.mask is not None:
+            allowed = self.mask if allowed is None else create_one("math.and", self.mask, allowed)
+        among = () if allowed is None else (allowed,)
+        values, indices = b.op("row.topk", self.ranked_as.get(ranked, ranked), *among, k=router.top_k)
+        return values, indices
+
     def _score(self, x: Value) -> Value:
-        function = SCORES[self.score] if isinstance(self.score, str) else self.score
+        score = self.router.score
+        function = SCORES[score] if isinstance(score, str) else score
         scores = function(x)
         if not isinstance(scores, Value):
             raise InputError(f"score must return an IR value, found {type(scores).__name__} {scores!r}")
@@ -282,40 +354,106 @@ class Router:
             scores.name = "scores"
         return scores
 
-    def _allowed(self, b: Builder, selection: Value) -> tuple[Value, ...]:
-        if self.groups is None or self.groups_kept is None:
-            return ()
-        score = _group_score(self.group_score)
-        return (
-            b.op(
-                "row.group_limit",
-                selection,
-                groups=self.groups,
-                keep=self.groups_kept,
-                score=score if score.arguments else score.name,
-                named="allowed",
-            ),
+    @functools.cached_property
+    def scores(self) -> Value:
+        """s(x) over all experts."""
+        return self._score(self.logits)
+
+    def _masked(self, rows: Value) -> Value:
+        """Rows that are 0 for masked tokens."""
+        return rows if self.mask is None else math.select(self.mask, rows, 0.0)
+
+    def _output(self, name: str) -> Value:
+        b = self.b
+        if name == "scores":
+            return self._masked(self.scores)
+        if name == "score_sums":
+            return _op(b, "col.sum", self.normalized)
+        if name == "weights":
+            target = DType.parse(self.router.weights_dtype)
+            if self.weights.type.dtype is target:
+                return self.weights
+            return _op(b, "math.cast", self.weights, dtype=target.value)
+        if name == "indices":
+            return self.indices
+        if name == "counts":
+            return _op(b, "col.count", self.indices, size=self.experts)
+        if name == "map":
+            return _op(b, "row.membership", self.indices, size=self.experts)
+        probs = _op(b, "row.scatter", self.weights, self.indices, size=self.experts)
+        return probs if self.dtype is DType.F32 else _op(b, "math.cast", probs, dtype=self.dtype.value)
+
+    # ---------------------------------------------------------------------------------------------------- losses
+
+    @functools.cached_property
+    def normalized(self) -> Value:
+        """Scores over all experts, divided by their sum; 0 for masked tokens."""
+        scores = self.scores
+        if not (isinstance(scores, OpResult) and isinstance(scores.op, row.Softmax)):
+            scores = _op(self.b, "row.normalize", scores)
+        return self._masked(scores)
+
+    def _loss(self, loss: Loss) -> Value:
+        if isinstance(loss, LoadBalance):
+            return self._load_balance(loss)
+        if isinstance(loss, Entropy):
+            return _op(self.b, "moe.entropy_loss", self.normalized, self.tokens, coef=float(loss.coef))
+        z = self._masked(_op(self.b, "row.logsumexp", self.logits))
+        return _op(self.b, "moe.z_loss", z, self.tokens, coef=float(loss.coef))
+
+    def _load_balance(self, loss: LoadBalance) -> Value:
+        b, k = self.b, self.router.top_k
+        scores, indices = self.normalized, self.indices
+        if loss.convention == "transformers":
+            scores = self._masked(create_one("row.softmax", self.logits))
+            among = () if self.mask is None else (self.mask,)
+            _, indices = b.op("row.topk", self.ranked_as.get(self.uncapped, self.uncapped), *among, k=k)
+        by: tuple[Value, ...] = ()
+        if loss.segments is not None:
+            assert self.sequences is not None
+            by = (self.sequences,)
+        counts = _op(b, "col.count", indices, *by, size=self.experts, segments=loss.segments)
+        if loss.num_tokens == "given":
+            known = [a for a in b.function.arguments if a.name == "num_tokens"]
+            tokens: Value = known[0] if known else b.input("num_tokens", tensor(DType.F32))
+        else:
+            tokens = self.tokens_by_sequence if by else self.tokens
+        return _op(
+            b,
+            "moe.load_balance_loss",
+            scores,
+            counts,
+            tokens,
+            *by,
+            coef=float(loss.coef),
+            top_k=1 if loss.convention == "transformers" else k,
+            segments=loss.segments,
         )
 
-    def _output(self, b: Builder, name: str, weights: Value, indices: Value, logits: Value, dtype: DType) -> Value:
-        if name == "scores":
-            return self._score(logits)
-        if name == "weights":
-            target = DType.parse(self.weights_dtype)
-            return weights if weights.type.dtype is target else _op(b, "math.cast", weights, dtype=target.value)
-        if name == "indices":
-            return indices
-        if name == "counts":
-            return _op(b, "col.count", indices, size=self.num_experts)
-        if name == "map":
-            return _op(b, "row.membership", indices, size=self.num_experts)
-        probs = _op(b, "row.scatter", weights, indices, size=self.num_experts)
-        return probs if dtype is DType.F32 else _op(b, "math.cast", probs, dtype=dtype.value)
+    @functools.cached_property
+    def tokens(self) -> Value:
+        """How many tokens count."""
+        if self.mask is None:
+            return _op(self.b, "col.rows", self.raw)
+        return _op(self.b, "col.total", _op(self.b, "col.sum", math.select(self.mask, 1.0, 0.0)))
+
+    @functools.cached_property
+    def tokens_by_sequence(self) -> Value:
+        """How many of each sequence count: [N, 1], or a scalar where all are as long."""
+        assert self.sequences is not None
+        if self.mask is None:
+            return _op(self.b, "col.rows", self.raw) / _op(self.b, "col.rows", self.sequences)
+        counting = math.select(self.mask, 1.0, 0.0)
+        return _op(self.b, "col.sum", counting, self.sequences, segments=self.router.segments)
 
 
 def _op(b: Builder, name: str, *operands: Value, **attributes: Any) -> Value:
     value: Value = b.op(name, *operands, **attributes)
     return value
+
+
+def _segments(loss: Loss) -> str:
+    return (loss.segments or "") if isinstance(loss, LoadBalance) else ""
 
 
 def _is_int(value: object) -> bool:

@@ -54,7 +54,9 @@ class ChooseSaved(Pass):
         shared: dict[Value, Value] = {}
         name_of: dict[Value, str] = {}
         for value, key in _keys(consumer.region).items():
-            if isinstance(value, OpResult) and key in known and (not self.kept or names[key] in self.kept):
+            if not isinstance(value, OpResult) or value.type.leading != "T":
+                continue  # what is the same for all tokens is computed once a block
+            if key in known and (not self.kept or names[key] in self.kept):
                 shared[value], name_of[value] = known[key], names[key]
         saved = _minimum_cut(consumer.region, shared)
         replaced: dict[Value, Value] = {}

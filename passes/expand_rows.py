@@ -20,6 +20,7 @@ class ExpandRows(Pass):
     """Replaces each op that has a ``decompose`` by what it returns."""
 
     name: ClassVar[str] = "expand-rows"
+    requires: ClassVar[str | None] = "summed"
     establishes: ClassVar[str | None] = "expanded"
 
     def run(self, module: Module, context: PassContext) -> bool:

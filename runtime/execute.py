@@ -42,7 +42,7 @@ def alignments(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
 
 
 def _tokens(inputs: Sequence[torch.Tensor]) -> int:
-    """T: the rows of the first input that has rows."""
+    """T: the rows of the first input that has rows; no other comes before those of tokens."""
     for tensor in inputs:
         if tensor.dim() == 2:
             return tensor.shape[0]
@@ -70,10 +70,11 @@ class Prepared:
         self.executable = executable
         self.runner = runner
         self.results = plan.results
-        rows = [i for i, declared in enumerate(plan.inputs) if declared.type.rank == 2]
-        if not rows:
+        rows = {declared.type.leading: i for i, declared in reversed(list(enumerate(plan.inputs)))}
+        if "T" not in rows:
             raise InternalError(f"@{plan.name} has no input with rows")
-        self.tokens_from = rows[0]
+        self.tokens_from = rows["T"]
+        self.sequences_from = rows.get("N", -1)
         self.steps = [
             (kernel, [(a.kind, -1 if a.kind == "tokens" else step.operands[a.operand]) for a in step.kernel.arguments])
             for step, kernel in zip(plan.steps, loaded, strict=True)
@@ -90,9 +91,10 @@ class Prepared:
     def run(self, inputs: Sequence[torch.Tensor], stream: int) -> list[torch.Tensor]:
         """Allocates, launches every step on the stream, and gives the results."""
         tokens = inputs[self.tokens_from].shape[0]
+        sequences = 0 if self.sequences_from < 0 else inputs[self.sequences_from].shape[0]
         sized = self.sized
-        if sized is None or sized.tokens != tokens:
-            sized = self.sized = self._size(tokens, inputs[0].device)
+        if sized is None or sized.tokens != tokens or sized.sequences != sequences:
+            sized = self.sized = self._size(tokens, sequences, inputs[0].device)
         fresh = self.runner.fresh
         tensors = [*inputs]
         for template, reused in sized.templates:
@@ -115,11 +117,11 @@ class Prepared:
                 loaded.launch(grid, stream, values, tensors, len(inputs))
         return [tensors[i] for i in self.results]
 
-    def _size(self, tokens: int, device: torch.device) -> _Sized:
-        symbols = {"T": tokens}
+    def _size(self, tokens: int, sequences: int, device: torch.device) -> _Sized:
+        symbols = {"T": tokens, "N": sequences}
         grids: list[Grid] = []
         for kernel, most, symbol in self.shapes:
-            blocks = _blocks(kernel, tokens, most)
+            blocks = _blocks(kernel, tokens, sequences, most)
             grids.append((blocks, 1, 1))
             if symbol:
                 symbols[symbol] = blocks
@@ -133,7 +135,7 @@ class Prepared:
                 strides = (1 if set(shape) == {1} else 0,) * len(shape)  # of one element, `empty_like` keeps strides
                 template = self.elements[slot.dtype].as_strided(shape, strides)
             templates.append((template, -1 if slot.reuses < 0 else inputs + slot.reuses))
-        return _Sized(tokens, tuple(grids), tuple(templates))
+        return _Sized(tokens, sequences, tuple(grids), tuple(templates))
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,12 +144,14 @@ class _Sized:
 
     Attributes:
         tokens: T.
+        sequences: N; 0 where tokens belong to no sequences.
         grids: of each launch.
         templates: a tensor of the shape and dtype of each buffer (``empty_like`` of one costs half of ``empty``), and
             the number of the operand whose memory it takes over, or -1.
     """
 
     tokens: int
+    sequences: int
     grids: tuple[Grid, ...]
     templates: tuple[tuple[torch.Tensor, int], ...]
 
@@ -178,11 +182,16 @@ def _slots(plan: LaunchPlan) -> list[_Slot]:
     return slots
 
 
-def _blocks(kernel: GeneratedKernel, tokens: int, most: int) -> int:
-    if kernel.grid == "columns":
-        return -(-kernel.columns // kernel.rows_per_block)
+def _blocks(kernel: GeneratedKernel, tokens: int, sequences: int, most: int) -> int:
+    if kernel.grid == "fixed":
+        return kernel.blocks + sequences * kernel.blocks_per_sequence
+    if kernel.by_sequence:
+        blocks = -(-tokens // max(sequences, 1) // kernel.rows_per_block)
+        return sequences * max(1, min(blocks, most // max(sequences, 1)))
     blocks = -(-tokens // kernel.rows_per_block)
-    return min(blocks, most if kernel.grid == "persistent" else 2**31 - 1)
+    if kernel.grid == "persistent":
+        return max(1, min(blocks, most))  # without a token, too: sums of nothing are zeros that somebody has to write
+    return min(blocks, 2**31 - 1)
 
 
 class Runner:

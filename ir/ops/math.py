@@ -483,9 +483,32 @@ class Broadcast(Elementwise):
         return [cotangents[0], None]
 
 
+class And(Binary):
+    """y = a and b, of two flags."""
+
+    name = "math.and"
+    cuda = "{0} && {1}"
+
+    def result_dtype(self) -> DType:
+        return DType.I1
+
+    def verify(self) -> None:
+        for flag in self.operands:
+            if flag.type.dtype is not DType.I1:
+                self.fail(f"expected flags (i1), found {flag.type}")
+
+    def reference(self, xp: ArrayNamespace, *operands: Array) -> Array:
+        return operands[0] & operands[1]
+
+
 def select(condition: Value, a: Value | float, b: Value | float) -> Value:
     """``math.select`` with constants allowed on either side."""
     return create_one("math.select", condition, a, b)
+
+
+def safe_div(a: Value | float, b: Value | float) -> Value:
+    """``math.safe_div`` with constants allowed on either side."""
+    return create_one("math.safe_div", a, b)
 
 
 def _only(cotangents: Sequence[Value | None]) -> Value:

@@ -197,14 +197,15 @@ class Normalize(RowOp):
 class TopK(RowOp):
     """The k first of a row in selection order: values descending, then index ascending; NaN below -inf.
 
-    values_k = x[indices_k]. Where `allowed` is given, other positions rank below everything.
+    values_k = x[indices_k]. Where `allowed` is given, other positions are never picked; where fewer than k are allowed,
+    the last indices are -1 and their values 0.
     """
 
     name = "row.topk"
     x = operand("[T, E] values to rank")
-    allowed = optional_operand("[T, E] i1: what may be picked; at least k a row")
+    allowed = optional_operand("[T, E] or [T, 1], i1: what may be picked")
     values = result("[T, k], f32")
-    indices = result("[T, k], i32, distinct, in [0, E)")
+    indices = result("[T, k], i32, distinct, in [0, E) or -1")
     k = core.integer("picks per token", minimum=1)
 
     def infer(self) -> Sequence[TensorType]:
@@ -215,14 +216,26 @@ class TopK(RowOp):
         return [TensorType((tokens, self.k), self.float_dtype(self.x)), TensorType((tokens, self.k), DType.I32)]
 
     def verify(self) -> None:
-        if self.allowed is not None and self.allowed.type != self.x.type.with_dtype(DType.I1):
-            self.fail(f"allowed must be {self.x.type.with_dtype(DType.I1)}, found {self.allowed.type}")
+        flags = self.x.type.with_dtype(DType.I1)
+        if self.allowed is not None and self.allowed.type not in (flags, TensorType((flags.shape[0], 1), DType.I1)):
+            self.fail(f"allowed must be {flags}, or one flag a token, found {self.allowed.type}")
+
+    @property
+    def may_fall_short(self) -> bool:
+        """Whether a row may have fewer than k picks; a group limit always leaves enough."""
+        limit = self.allowed.op if isinstance(self.allowed, core.OpResult) else None
+        enough = isinstance(limit, GroupLimit) and limit.keep * (self.columns(self.x) // limit.groups) >= self.k
+        return self.allowed is not None and not enough
 
     def reference(self, xp: ArrayNamespace, *operands: Array) -> tuple[Array, ...]:
         x = xp.upcast(operands[0])
-        allowed = operands[1] if len(operands) > 1 else None
-        order = selection_order(xp, xp.detach(x), allowed)
-        picks = order[..., : self.k]
+        if len(operands) == 1:
+            picks = selection_order(xp, xp.detach(x), None)[..., : self.k]
+        else:
+            allowed = xp.broadcast_to(operands[1], xp.shape(x))
+            picks = selection_order(xp, xp.detach(x), allowed)[..., : self.k]
+            here = xp.take(xp.where(allowed, xp.constant(1.0, x), xp.constant(0.0, x)), picks) > 0
+            picks = xp.where(here, picks, xp.constant(-1.0, x))  # numbers below 2^24: exact as floats
         return xp.take(x, picks), xp.cast(picks, DType.I32)
 
     def gradient(self, *cotangents: Value | None) -> Sequence[Value | None]:
@@ -284,11 +297,11 @@ class GroupLimit(RowOp):
 
 
 class Gather(RowOp):
-    """y_k = x[indices_k], row by row; x may also be a vector [E] that all tokens share."""
+    """y_k = x[indices_k], row by row, 0 where there is no pick; x may also be a vector [E] that all tokens share."""
 
     name = "row.gather"
     x = operand("[T, E], or [E]")
-    indices = operand("[T, K] i32, in [0, E)")
+    indices = operand("[T, K] i32; outside [0, E) for no pick")
     y = result("[T, K], f32")
 
     def infer(self) -> Sequence[TensorType]:
@@ -320,7 +333,7 @@ class Scatter(RowOp):
 
     name = "row.scatter"
     x = operand("[T, K]")
-    indices = operand("[T, K] i32, in [0, size), distinct in a row")
+    indices = operand("[T, K] i32; outside [0, size) for no pick, else distinct in a row")
     y = result("[T, size], f32")
     size = core.integer("length of the resulting rows", minimum=1)
 
@@ -346,7 +359,7 @@ class Membership(RowOp):
     """y_e = 1 where e is among the picks of the row, else 0: the byte map of a routing."""
 
     name = "row.membership"
-    indices = operand("[T, K] i32, in [0, size)")
+    indices = operand("[T, K] i32; outside [0, size) for no pick")
     y = result("[T, size], u8")
     size = core.integer("length of the resulting rows", minimum=1)
 

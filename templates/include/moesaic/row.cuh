@@ -184,12 +184,29 @@ __device__ __forceinline__ void from_shared(const T* shared_row, T (&x)[R::kSlot
 
 // --------------------------------------------------------------------------------------- between experts and picks
 
+// Whether a pick is an expert of the row; -1 and whatever else lies outside stand for no pick.
+template <class Experts>
+__device__ __forceinline__ bool is_column(int pick) {
+  return static_cast<unsigned>(pick) < static_cast<unsigned>(Experts::kColumns);
+}
+
 // x[indices] of a row or a vector in global memory. Dead picks read nothing and give 0.
 template <class Picks, typename T>
 __device__ __forceinline__ void gather(const T* row, const int (&indices)[Picks::kSlots], float (&y)[Picks::kSlots],
                                        int lane) {
 #pragma unroll
   for (int p = 0; p < Picks::kSlots; ++p) y[p] = Picks::live(p, lane) ? to_float(load_one(row + indices[p])) : 0.0f;
+}
+
+// The same where picks may be none: outside of the experts nothing is read, and 0 is the result.
+template <class Experts, class Picks, typename T>
+__device__ __forceinline__ void gather_checked(const T* row, const int (&indices)[Picks::kSlots],
+                                               float (&y)[Picks::kSlots], int lane) {
+#pragma unroll
+  for (int p = 0; p < Picks::kSlots; ++p) {
+    const bool here = Picks::live(p, lane) && is_column<Experts>(indices[p]);
+    y[p] = here ? to_float(load_one(row + indices[p])) : 0.0f;
+  }
 }
 
 // x[indices] of a row in registers, through a row of shared memory of the token's own.
@@ -200,7 +217,9 @@ __device__ __forceinline__ void gather_registers(const float (&x)[Experts::kSlot
   to_shared<Experts>(x, shared_row, lane);
   __syncwarp();
 #pragma unroll
-  for (int p = 0; p < Picks::kSlots; ++p) y[p] = Picks::live(p, lane) ? shared_row[indices[p]] : 0.0f;
+  for (int p = 0; p < Picks::kSlots; ++p) {
+    y[p] = Picks::live(p, lane) && is_column<Experts>(indices[p]) ? shared_row[indices[p]] : 0.0f;
+  }
 }
 
 // y = x at its indices, 0 elsewhere. The token's row of shared memory is zero before and after.
@@ -210,14 +229,14 @@ __device__ __forceinline__ void scatter(const float (&x)[Picks::kSlots], const i
   __syncwarp();
 #pragma unroll
   for (int p = 0; p < Picks::kSlots; ++p) {
-    if (Picks::live(p, lane)) zero_row[indices[p]] = x[p];
+    if (Picks::live(p, lane) && is_column<Experts>(indices[p])) zero_row[indices[p]] = x[p];
   }
   __syncwarp();
   from_shared<Experts>(zero_row, y, lane);
   __syncwarp();
 #pragma unroll
   for (int p = 0; p < Picks::kSlots; ++p) {
-    if (Picks::live(p, lane)) zero_row[indices[p]] = 0.0f;
+    if (Picks::live(p, lane) && is_column<Experts>(indices[p])) zero_row[indices[p]] = 0.0f;
   }
 }
 
@@ -234,6 +253,7 @@ __device__ __forceinline__ void membership(const int (&indices)[Picks::kSlots], 
     for (int source = 0; source < Picks::kLanes; ++source) {
       if (Picks::column(p, source) >= Picks::kColumns) break;
       const int expert = __shfl_sync(kAllLanes, indices[p], source, Picks::kLanes);
+      if (!is_column<Experts>(expert)) continue;                    // no pick
       const int chunk = expert / kVec;
       if (chunk % Experts::kLanes == lane) bits |= 1u << ((chunk / Experts::kLanes) * kVec + expert % kVec);
     }
