@@ -1,8 +1,8 @@
 """What a person declares: a router by its arguments, turned into IR.
 
 The grammar, in order: logits (+ gate bias) -> cap -> score over all experts -> selection score (+ selection bias) ->
-group filter -> top-k -> weight of each pick, from the score without the selection bias -> division -> scale, constant
-and per expert.
+group filter -> top-k (or picks that are given) -> weight of each pick, from the score without the selection bias ->
+division -> scale, constant and per expert.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from moesaic.ir.types import DType, symbol, tensor
 
 Score = str | Callable[[Value], Value]
 
-OUTPUTS = ("weights", "indices", "counts", "probs", "map", "scores")
+OUTPUTS = ("weights", "indices", "counts", "probs", "map", "bitmap", "scores", "logsumexp")
+
+INDICES = {"int16": DType.I16, "int32": DType.I32, "int64": DType.I64}
+"""Names of the types that indices can have."""
 
 
 def _sqrtsoftplus(x: Value) -> Value:
@@ -42,6 +45,13 @@ class Normalization:
     min: float = 0.0
 
 
+@dataclass(frozen=True)
+class LpNormalization:
+    """w_k / (sum_j |w_j|^p)^(1/p); make it with ``norm.lp``."""
+
+    p: float
+
+
 class _Norms:
     """Ways to renormalise the weights of the picks."""
 
@@ -56,6 +66,17 @@ class _Norms:
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
                 raise InputError(f"norm.sum: {name} must be a finite number >= 0, found {value!r}")
         return Normalization(eps, min)
+
+    @staticmethod
+    def lp(p: float) -> LpNormalization:
+        """w_k / (sum_j |w_j|^p)^(1/p), the largest |w_j| for p = inf; zero weights where the divisor is 0.
+
+        Raises:
+            InputError: p is below 1.
+        """
+        if isinstance(p, bool) or not isinstance(p, int | float) or not p >= 1:
+            raise InputError(f"norm.lp: p must be a number >= 1, or inf, found {p!r}")
+        return LpNormalization(float(p))
 
 
 norm = _Norms()
@@ -80,14 +101,18 @@ class Router:
 
         score_then_topk:  i = topk(s(x) + b),  w_k = s(x)[i_k]
         topk_then_score:  i = topk(x + b),     w   = s(x[i])
+        given:            i is an input, w as above
         weights_k = scale * expert_scale[i_k] * w_k / max(sum w + eps, min)      (what is declared of it)
 
     Selection order is (value descending, index ascending), -0 equal to +0, NaN below -inf. Where the score is strictly
     increasing in the logit and nothing is added to it, picks are ranked on the logits: the same order in exact
     arithmetic, finer where float32 scores saturate. ``rank="score"`` forces ranking on the score.
 
+    Picks that are given may repeat: the same expert twice in a row counts twice, and its weights and gradients add up.
+    An id outside [0, E) is "not here": it weighs 0, is counted nowhere, passes no gradient, and comes back as -1.
+
     Args:
-        num_experts: E.
+        num_experts: E, without `zero_experts`.
         top_k: K, picks per token, 1 <= K <= E.
         score: ``"softmax"``, ``"sigmoid"``, ``"sqrtsoftplus"``, or a function of an IR value.
         order: ``"score_then_topk"`` or ``"topk_then_score"``.
@@ -96,16 +121,22 @@ class Router:
         logit_cap: c of c * tanh(x / c), which bounds the logits; ``None`` for no cap.
         groups, groups_kept: only the best `groups_kept` of `groups` equal groups of experts can be picked.
         group_score: ``"max"``, ``"sum_top2"`` or ``sum_top(n)``.
-        renormalize: ``True`` (divide by the sum), ``False`` or ``norm.sum(eps=, min=)``.
+        renormalize: ``True`` (divide by the sum), ``False``, ``norm.sum(eps=, min=)`` or ``norm.lp(p)`` (divide by the
+            Lp norm).
         renorm_eps: added to the sum, with ``renormalize=True``.
         scale: constant factor of the weights.
         expert_scale: input ``expert_scale`` [E] f32, a learned factor of each expert's weight; it gets a gradient.
-        outputs: any of ``weights`` [T, K], ``indices`` [T, K] i32, ``counts`` [E] i32, ``probs`` [T, E] in the logits'
-            dtype (the weight where picked, else 0), ``map`` [T, E] u8 (1 where picked), ``scores`` [T, E] f32 (s(x)
-            over all experts, whatever is picked).
+        outputs: any of ``weights`` [T, K], ``indices`` [T, K], ``counts`` [E] i32, ``probs`` [T, E] in the logits'
+            dtype (the weight where picked, else 0), ``map`` [T, E] u8 (1 where picked), ``bitmap`` [T, ceil(E / 8)] u8
+            (bit e mod 8 of byte e div 8 is 1 where e is picked), ``scores`` [T, E] f32 (s(x) over all experts, whatever
+            is picked), ``logsumexp`` [T] f32 (of x over all experts; it has a gradient).
         dtype: of the logits; ``None`` takes it from each call.
         weights_dtype: of ``weights``.
         rank: ``"auto"`` or ``"score"``, see above.
+        indices_dtype: of the indices, given or put out: ``"int16"``, ``"int32"`` or ``"int64"``.
+        selection: ``"topk"``, or ``"given"``: the picks are the input ``indices`` [T, K], say of a table by token id.
+        zero_experts: Z experts more, with ids from `num_experts` on, that return their input. To a router they are
+            experts like others: wherever E stands above for a length (of the logits, of counts), it is E + Z.
 
     Raises:
         InputError: an argument, or a combination of them, that has no meaning.
@@ -121,7 +152,7 @@ class Router:
     groups: int | None = None
     groups_kept: int | None = None
     group_score: str | Call = "sum_top2"
-    renormalize: bool | Normalization = False
+    renormalize: bool | Normalization | LpNormalization = False
     renorm_eps: float = 0.0
     scale: float = 1.0
     expert_scale: bool = False
@@ -129,23 +160,32 @@ class Router:
     dtype: str | None = None
     weights_dtype: str = "fp32"
     rank: str = "auto"
+    indices_dtype: str = "int32"
+    selection: str = "topk"
+    zero_experts: int = 0
     name: str = field(default="route", kw_only=True)
 
     def __post_init__(self) -> None:
-        e, k = self.num_experts, self.top_k
+        e, k, z = self.num_experts, self.top_k, self.zero_experts
         if not _is_int(e) or e < 1:
             raise InputError(f"num_experts must be an integer >= 1, found {e!r}")
-        if not _is_int(k) or not 1 <= k <= e:
-            raise InputError(f"top_k must be an integer between 1 and num_experts = {e}, found top_k = {k!r}")
+        if not _is_int(z) or z < 0:
+            raise InputError(f"zero_experts must be an integer >= 0, found {z!r}")
+        if not _is_int(k) or not 1 <= k <= e + z:
+            raise InputError(f"top_k must be an integer between 1 and {self._experts}, found top_k = {k!r}")
         if isinstance(self.score, str):
             _choice("score", self.score, SCORES)
         elif not callable(self.score):
             raise InputError(f"score must be a name or a function of an IR value, found {self.score!r}")
         _choice("order", self.order, ("score_then_topk", "topk_then_score"))
         _choice("rank", self.rank, ("auto", "score"))
+        _choice("selection", self.selection, ("topk", "given"))
         self._check_groups()
-        if not isinstance(self.renormalize, bool | Normalization):
-            raise InputError(f"renormalize must be True, False or norm.sum(...), found {self.renormalize!r}")
+        self._check_indices()
+        if not isinstance(self.renormalize, bool | Normalization | LpNormalization):
+            raise InputError(
+                f"renormalize must be True, False, norm.sum(...) or norm.lp(p), found {self.renormalize!r}"
+            )
         if self.renorm_eps and self.renormalize is not True:
             raise InputError("renorm_eps goes with renormalize=True; otherwise give eps in norm.sum(eps=...)")
         norm.sum(eps=self.renorm_eps)
@@ -165,15 +205,43 @@ class Router:
             if value is not None and not DType.parse(value).is_float:
                 raise InputError(f"{field_name} must be a float type, found {value}")
 
+    @property
+    def columns(self) -> int:
+        """Length of a row of logits: all experts, those that return their input included."""
+        return self.num_experts + self.zero_experts
+
+    @property
+    def _experts(self) -> str:
+        """How errors call the number of columns."""
+        if not self.zero_experts:
+            return f"num_experts = {self.num_experts}"
+        return f"num_experts + zero_experts = {self.columns}"
+
+    def _check_indices(self) -> None:
+        """The type of the indices, and what goes with picks that are given."""
+        _choice("indices_dtype", self.indices_dtype, INDICES)
+        if self.indices_dtype == "int16" and self.columns > 2**15 - 1:
+            raise InputError(
+                f"indices_dtype 'int16' holds ids up to 32767, found {self._experts}; use 'int32' or 'int64'"
+            )
+        if self.selection == "topk":
+            return
+        for name, unused in (("selection_bias", False), ("groups", None), ("groups_kept", None), ("rank", "auto")):
+            if getattr(self, name) != unused:
+                raise InputError(
+                    f"{name} = {getattr(self, name)!r} decides which experts are picked, but with selection='given' "
+                    "these are an input; leave it out, or use selection='topk'"
+                )
+
     def _check_groups(self) -> None:
-        e, k = self.num_experts, self.top_k
+        e, k = self.columns, self.top_k
         if (self.groups is None) != (self.groups_kept is None):
             raise InputError("groups and groups_kept go together: give both or neither")
         best = _group_score(self.group_score)
         if self.groups is None or self.groups_kept is None:
             return
         if not _is_int(self.groups) or self.groups < 1 or e % self.groups:
-            raise InputError(f"groups must divide num_experts = {e}, found groups = {self.groups!r}")
+            raise InputError(f"groups must divide {self._experts}, found groups = {self.groups!r}")
         if not _is_int(self.groups_kept) or not 1 <= self.groups_kept <= self.groups:
             raise InputError(
                 f"groups_kept must be between 1 and groups = {self.groups}, found groups_kept = {self.groups_kept!r}"
@@ -224,9 +292,9 @@ class Router:
         return cls(**arguments)
 
     @property
-    def normalization(self) -> Normalization | None:
+    def normalization(self) -> Normalization | LpNormalization | None:
         """The division of the weights, or ``None``."""
-        if isinstance(self.renormalize, Normalization):
+        if isinstance(self.renormalize, Normalization | LpNormalization):
             return self.renormalize
         return Normalization(eps=self.renorm_eps) if self.renormalize else None
 
@@ -235,25 +303,43 @@ class Router:
         logits_dtype = DType.parse(dtype or self.dtype or "f32")
         tokens = symbol("T")
         b = Builder(self.name)
-        logits: Value = b.input("logits", tensor(logits_dtype, tokens, self.num_experts))
+        logits: Value = b.input("logits", tensor(logits_dtype, tokens, self.columns))
         if self.gate_bias:
-            logits = logits + b.input("gate_bias", tensor(DType.F32, self.num_experts))
+            logits = logits + b.input("gate_bias", tensor(DType.F32, self.columns))
         uncapped = logits
         if self.logit_cap is not None:
             logits = create_one("math.tanh", logits / float(self.logit_cap)) * float(self.logit_cap)
             logits.name = "capped"
-        bias = b.input("bias", tensor(DType.F32, self.num_experts)) if self.selection_bias else None
-        indices, weights = self._select(b, uncapped, logits, bias)
-        if self.normalization is not None:
-            n = self.normalization
+        given = None
+        if self.selection == "given":
+            ids = b.input("indices", tensor(INDICES[self.indices_dtype], tokens, self.top_k))
+            given = _op(b, "row.given", ids, size=self.columns)
+            indices, weights = given, self._weights_at(b, logits, given)
+        else:
+            bias = b.input("bias", tensor(DType.F32, self.columns)) if self.selection_bias else None
+            indices, weights = self._select(b, uncapped, logits, bias)
+        n = self.normalization
+        if isinstance(n, LpNormalization):
+            weights = b.op("row.lp_normalize", weights, p=n.p)
+        elif n is not None:
             weights = b.op("row.normalize", weights, eps=n.eps or None, min=n.min or None)
         if self.scale != 1.0:
             weights = weights * float(self.scale)
         if self.expert_scale:
-            factors = b.input("expert_scale", tensor(DType.F32, self.num_experts))
+            factors = b.input("expert_scale", tensor(DType.F32, self.columns))
             weights = weights * b.op("row.gather", factors, indices)
+        if given is not None:
+            # Last, so that a cotangent of such a weight reaches nothing, whatever it is.
+            weights = create_one("math.select", _is_away(given), 0.0, weights)
         made = {name: self._output(b, name, weights, indices, logits, logits_dtype) for name in self.outputs}
         return b.build(**made)
+
+    def _weights_at(self, b: Builder, logits: Value, indices: Value) -> Value:
+        """Weights before the division at picks that are given; 0 where they are not here."""
+        if self.order == "score_then_topk":
+            return _op(b, "row.gather", self._score(logits), indices, named="picked_scores")
+        picked = create_one("math.select", _is_away(indices), float("-inf"), b.op("row.gather", logits, indices))
+        return create_one("math.select", _is_away(indices), 0.0, self._score(picked))
 
     def _select(self, b: Builder, uncapped: Value, logits: Value, bias: Value | None) -> tuple[Value, Value]:
         """(indices, weights before the division)."""
@@ -304,18 +390,26 @@ class Router:
             target = DType.parse(self.weights_dtype)
             return weights if weights.type.dtype is target else _op(b, "math.cast", weights, dtype=target.value)
         if name == "indices":
-            return indices
+            target = INDICES[self.indices_dtype]
+            return indices if target is DType.I32 else _op(b, "math.cast", indices, dtype=target.value)
         if name == "counts":
-            return _op(b, "col.count", indices, size=self.num_experts)
-        if name == "map":
-            return _op(b, "row.membership", indices, size=self.num_experts)
-        probs = _op(b, "row.scatter", weights, indices, size=self.num_experts)
+            return _op(b, "col.count", indices, size=self.columns)
+        if name in ("map", "bitmap"):
+            return _op(b, "row.membership" if name == "map" else "row.bitmap", indices, size=self.columns)
+        if name == "logsumexp":
+            return _op(b, "row.squeeze", b.op("row.logsumexp", logits))
+        probs = _op(b, "row.scatter", weights, indices, size=self.columns)
         return probs if dtype is DType.F32 else _op(b, "math.cast", probs, dtype=dtype.value)
 
 
 def _op(b: Builder, name: str, *operands: Value, **attributes: Any) -> Value:
     value: Value = b.op(name, *operands, **attributes)
     return value
+
+
+def _is_away(indices: Value) -> Value:
+    """Where given picks are not here."""
+    return create_one("math.less", indices, 0.0)
 
 
 def _is_int(value: object) -> bool:

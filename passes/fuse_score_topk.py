@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from moesaic.ir.core import Block, Constant, Function, Module, Op, Value, Yield
+from moesaic.ir.core import Block, Constant, Function, Module, Op, OpResult, Value, Yield
+from moesaic.ir.ops import col, row
 from moesaic.ir.ops.kernel import ColFinish, RowProgram, is_column_value
 from moesaic.passes.manager import Pass, PassContext
 
@@ -29,6 +30,18 @@ class FuseScoreTopk(Pass):
         return changed
 
 
+_TAKES_PICKS = (row.Gather, row.Scatter, row.Membership, row.Bitmap, col.Count)
+
+
+def _are_picks(indices: Value) -> bool:
+    """Whether indices are known to lie in [0, E), or to be -1."""
+    return isinstance(indices, OpResult) and isinstance(indices.op, row.TopK | row.Given)
+
+
+def _shown(value: Value) -> str:
+    return f"%{value.name}" if value.name else str(value.type)
+
+
 def _outline(function: Function, blocks_symbol: str) -> bool:
     body = function.body
     ops = body.ops[:-1]
@@ -40,6 +53,11 @@ def _outline(function: Function, blocks_symbol: str) -> bool:
             op.fail(
                 "uses a sum over tokens within the same pass over the rows",
                 "a value of col.count or col.sum is complete only after the kernel; return it and use it outside",
+            )
+        if isinstance(op, _TAKES_PICKS) and not _are_picks(op.indices):
+            op.fail(
+                f"takes its picks from {_shown(op.indices)}, which may hold any numbers",
+                "picks made elsewhere come in through row.given, with the number of experts as its size",
             )
 
     region = Block()

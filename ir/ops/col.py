@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from moesaic.ir import core
 from moesaic.ir.arrays import Array, ArrayNamespace
 from moesaic.ir.core import Op, Value, operand, result
+from moesaic.ir.ops.row import check_picks
 from moesaic.ir.types import DType, TensorType
 
 
@@ -32,10 +33,10 @@ class Sum(Op):
 
 
 class Count(Op):
-    """y_e = how many picks, over all tokens, are expert e."""
+    """y_e = how many picks, over all tokens, are expert e; those not here count nowhere."""
 
     name = "col.count"
-    indices = operand("[T, K] i32, in [0, size)")
+    indices = operand("[T, K] i32 picks")
     y = result("[size], i32")
     size = core.integer("number of experts", minimum=1)
 
@@ -44,5 +45,9 @@ class Count(Op):
             self.fail(f"expected picks [T, K] of i32, found {self.indices.type}")
         return [TensorType((self.size,), DType.I32)]
 
+    def verify(self) -> None:
+        check_picks(self, self.indices, self.size)
+
     def reference(self, xp: ArrayNamespace, *operands: Array) -> Array:
-        return xp.cast(xp.count(operands[0], self.size), DType.I32)
+        # Shifted by one, so that the first count is of those not here.
+        return xp.cast(xp.count(operands[0] + 1, self.size + 1)[1:], DType.I32)
