@@ -27,9 +27,17 @@ STORAGE = {
     DType.F32: "float",
     DType.I1: "bool",
     DType.U8: "unsigned char",
+    DType.I16: "short",
     DType.I32: "int",
+    DType.I64: "long long",
 }
 """C++ type of an element in memory."""
+
+
+_INTEGERS = (DType.I16, DType.I32, DType.I64)
+
+_MAY_BE_AWAY = ", /*kMayBeAway=*/true"
+"""For picks that may be -1."""
 
 
 @dataclass(frozen=True)
@@ -126,10 +134,9 @@ class _Emitter:
             Line("kTokensPerBlock", str(rows_per_block)),
         ]
         self.out.aliases.append(Line("Experts", definition="moesaic::Row<kExperts, kLanes, kVec>"))
-        for columns in sorted({x.columns for x in self.layouts.values() if x.kind == "picks"}):
-            self.out.aliases.append(
-                Line(self._picks(columns), definition=f"moesaic::Row</*columns=*/{columns}, kLanes, /*vec=*/1>")
-            )
+        for layout in sorted({x for x in self.layouts.values() if x.kind in ("picks", "bytes")}, key=str):
+            row_type = f"moesaic::Row</*columns=*/{layout.columns}, kLanes, /*vec=*/1>"
+            self.out.aliases.append(Line(self._rows(layout), definition=row_type))
 
     def _parameters(self) -> tuple[Argument, ...]:
         arguments: list[Argument] = []
@@ -144,7 +151,7 @@ class _Emitter:
             pointer = f"{'const ' if read else ''}{storage}* __restrict__ {name}"
             self.out.parameters.append(Line(declaration=pointer, why=shape))
             arguments.append(Argument("pointer", index))
-            if read and value.type.rank == 2:
+            if read and self._has_stride(value):
                 self.out.parameters.append(Line(declaration=f"long long {name}_stride", why="elements between rows"))
                 arguments.append(Argument("stride", index))
         self.out.parameters.append(Line(declaration="long long tokens"))
@@ -191,7 +198,7 @@ class _Emitter:
             pointer = self.parameter_of[argument]
             name = self._name(argument)
             align = self.alignment[index] if index < len(self.alignment) else 16
-            kind = "int" if argument.type.dtype is DType.I32 and layout.is_row else register(argument)
+            kind = register(argument) if argument.type.dtype in _INTEGERS else "float"
             sequence = f" + sequence * {pointer}_stride" if argument.type.leading == "N" else ""
             if layout.kind == "experts" and self.prefetch and kind == "float":
                 section += self._prefetched(argument, self._align(argument, align))
@@ -200,13 +207,16 @@ class _Emitter:
                 rows = self._rows(layout)
                 where = f"{pointer} + token * {pointer}_stride"
                 section.append(f"{kind} {name}[{rows}::kSlots];  // %{argument.name}")
+                load = "load_row" if kind == "float" else "fetch_row"  # integers stay as they are
                 section.append(
-                    f"moesaic::load_row<{rows}, /*align=*/{self._align(argument, align)}>({where}, {name}, lane);"
+                    f"moesaic::{load}<{rows}, /*align=*/{self._align(argument, align)}>({where}, {name}, lane);"
                 )
                 self.kept.add(argument)
             elif layout.kind == "scalar":
-                where = f"{pointer} + token * {pointer}_stride"
-                section.append(f"const {kind} {name} = {self._loaded(argument, where)};  // %{argument.name}")
+                where = f"{pointer} + token{f' * {pointer}_stride' if self._has_stride(argument) else ''}"
+                section.append(
+                    f"const {register(argument)} {name} = {self._loaded(argument, where)};  // %{argument.name}"
+                )
             elif layout.kind == "vector":
                 rows = self._vector_rows(layout)
                 whose = "of this block's sequence" if sequence else "the same for all tokens"
@@ -221,10 +231,14 @@ class _Emitter:
         if section:
             self.out.body.append(section)
 
+    def _has_stride(self, argument: Value) -> bool:
+        """Whether rows may be anywhere; numbers of single tokens follow one another."""
+        return argument.type.rank == 2
+
     def _loaded(self, argument: BlockArgument, where: str) -> str:
         """One element of an input in the type it has in registers."""
         loaded = f"moesaic::load_one({where})"
-        return loaded if register(argument) == "bool" else f"moesaic::to_float({loaded})"
+        return f"moesaic::to_float({loaded})" if register(argument) == "float" else loaded
 
     def _prefetched(self, argument: BlockArgument, align: int) -> list[str]:
         """A row that was fetched during the token before; the next one's fetch is issued before its values are used."""
@@ -282,8 +296,10 @@ class _Emitter:
         return [section for section in sections if section]
 
     def _is_store_cast(self, op: Op) -> bool:
-        """A rounding that only feeds a store: the store rounds."""
-        if not isinstance(op, math.Cast) or op.results[0].type.dtype not in (DType.BF16, DType.F16):
+        """A rounding that only feeds a store, or another width of integers: the store converts."""
+        if not isinstance(op, math.Cast) or op.y.type.dtype not in (DType.BF16, DType.F16, DType.I16, DType.I64):
+            return False
+        if op.y.type.dtype in _INTEGERS and op.x.type.dtype not in _INTEGERS:
             return False
         users = [u for u in self.region.ops if op.results[0] in u.operands]
         return all(u is self.region.terminator for u in users) and not isinstance(op.operands[0], Constant)
@@ -436,14 +452,15 @@ class _Emitter:
         self.kept.add(op.y)
         lines = [f"float {name}[{picks}::kSlots];"]
         indices = self._array(op.indices)
+        away = _MAY_BE_AWAY if row.may_be_away(op.indices) else ""
         if isinstance(op.x, BlockArgument):
             pointer = self.parameter_of[op.x]
             where = pointer if op.x.type.rank == 1 else f"{pointer} + token * {pointer}_stride"
-            call = "gather_checked<Experts, " if may_be_none(op.indices) else "gather<"
-            return [*lines, f"moesaic::{call}{picks}>({where}, {indices}, {name}, lane);"]
+            return [*lines, f"moesaic::gather<{picks}{away}>({where}, {indices}, {name}, lane);"]
         staged = self._table("gathered_from", "float", "kExperts")
         source = self._array(op.x)
-        return [*lines, f"moesaic::gather_registers<Experts, {picks}>({source}, {indices}, {name}, {staged}, lane);"]
+        call = f"moesaic::gather_registers<Experts, {picks}{away}>({source}, {indices}, {name}, {staged}, lane);"
+        return [*lines, call]
 
     def _scatter(self, op: Op) -> list[str]:
         assert isinstance(op, row.Scatter)
@@ -452,11 +469,45 @@ class _Emitter:
         self.kept.add(op.y)
         source, lines = self._picks_array(op.x, picks)
         table = self._table("scattered", "float", "kExperts", zeroed=True)
+        function = "scatter_added" if row.are_given(op.indices) else "scatter"
+        away = _MAY_BE_AWAY if function == "scatter" and row.may_be_away(op.indices) else ""
         return [
             *lines,
             f"float {name}[Experts::kSlots];",
-            f"moesaic::scatter<Experts, {picks}>({source}, {self._array(op.indices)}, {name}, {table}, lane);",
+            f"moesaic::{function}<Experts, {picks}{away}>({source}, {self._array(op.indices)}, {name}, {table}, lane);",
         ]
+
+    def _given(self, op: Op) -> list[str]:
+        assert isinstance(op, row.Given)
+        picks = self._rows(self.layouts[op.y])
+        name = self._name(op.y)
+        self.kept.add(op.y)
+        source = self._array(op.indices)
+        allowed = f"{self._read(op.allowed, '')} && " if op.allowed is not None else ""
+        return [
+            f"int {name}[{picks}::kSlots];",
+            "#pragma unroll",
+            f"for (int p = 0; p < {picks}::kSlots; ++p) {{",
+            f"  const bool here = {allowed}{source}[p] >= 0 && {source}[p] < {op.size};",
+            f"  {name}[p] = here ? static_cast<int>({source}[p]) : -1;",
+            "}",
+        ]
+
+    def _bitmap(self, op: Op) -> list[str]:
+        assert isinstance(op, row.Bitmap)
+        picks = self._rows(self.layouts[op.indices])
+        bytes = self._rows(self.layouts[op.y])
+        name = self._name(op.y)
+        self.kept.add(op.y)
+        return [
+            f"int {name}[{bytes}::kSlots];",
+            f"moesaic::bitmap<{bytes}, {picks}>({self._array(op.indices)}, {name}, lane);",
+        ]
+
+    def _reshape(self, op: Op) -> list[str]:
+        """One number a token, with or without an axis of columns: the same register."""
+        value = op.results[0]
+        return [f"const {register(value)} {self._name(value)} = {self._read(op.operands[0], '')};"]
 
     def _membership(self, op: Op) -> list[str]:
         assert isinstance(op, row.Membership)
@@ -475,23 +526,24 @@ class _Emitter:
                 "}",
             ]
         picks = self._rows(self.layouts[op.indices])
-        return [*lines, f"moesaic::membership<Experts, {picks}>({self._array(op.indices)}, {name}, lane);"]
+        away = _MAY_BE_AWAY if row.may_be_away(op.indices) else ""
+        return [*lines, f"moesaic::membership<Experts, {picks}{away}>({self._array(op.indices)}, {name}, lane);"]
 
     def _count(self, op: Op) -> list[str]:
         assert isinstance(op, col.Count)
         picks = self._rows(self.layouts[op.indices])
         name = self._name(op.y)
+        indices = self._array(op.indices)
+        here = f" && {indices}[p] >= 0" if row.may_be_away(op.indices) else ""
         self.out.setup += [
             f"__shared__ int {name}[kExperts];  // %{op.y.name or name}, picks of this block's tokens",
             f"for (int e = threadIdx.x; e < kExperts; e += kThreads) {name}[e] = 0;",
             "__syncthreads();",
         ]
-        pick = f"{self._array(op.indices)}[p]"
-        real = f" && static_cast<unsigned>({pick}) < kExperts" if may_be_none(op.indices) else ""
         return [
             "#pragma unroll",
             f"for (int p = 0; p < {picks}::kSlots; ++p) {{",
-            f"  if (active && {picks}::live(p, lane){real}) atomicAdd(&{name}[{pick}], 1);",
+            f"  if (active && {picks}::live(p, lane){here}) atomicAdd(&{name}[{indices}[p]], 1);",
             "}",
         ]
 
@@ -596,16 +648,15 @@ class _Emitter:
         return Layout("uniform") if isinstance(value, Constant) else self.layouts[value]
 
     def _rows(self, layout: Layout) -> str:
-        return "Experts" if layout.kind == "experts" else self._picks(layout.columns)
+        if layout.kind == "experts":
+            return "Experts"
+        several = len({x.columns for x in self.layouts.values() if x.kind == layout.kind}) > 1
+        return f"{layout.kind.capitalize()}{layout.columns if several else ''}"
 
     def _vector_rows(self, layout: Layout) -> str:
         if layout.columns != self.experts:
             raise UnsupportedError(f"{self.op.symbol}: a vector of {layout.columns} in rows of {self.experts} experts")
         return "Experts"
-
-    def _picks(self, columns: int) -> str:
-        several = len({x.columns for x in self.layouts.values() if x.kind == "picks"}) > 1
-        return f"Picks{columns}" if several else "Picks"
 
     def _alias(self, base: str, definition: str, why: str) -> str:
         for alias in self.out.aliases:
@@ -674,6 +725,10 @@ _COLLECTIVES: dict[type[Op], Callable[[Any, Op], list[str]]] = {
     row.Gather: _Emitter._gather,
     row.Scatter: _Emitter._scatter,
     row.Membership: _Emitter._membership,
+    row.Bitmap: _Emitter._bitmap,
+    row.Given: _Emitter._given,
+    row.Squeeze: _Emitter._reshape,
+    row.Unsqueeze: _Emitter._reshape,
     col.Count: _Emitter._count,
     col.Sum: _Emitter._column_sum,
     col.Rows: _Emitter._row_count,
@@ -684,19 +739,13 @@ _COLLECTIVES: dict[type[Op], Callable[[Any, Op], list[str]]] = {
 # Names the kernel text uses itself, and C++ words that a value might be called.
 _RESERVED = frozenset(
     """
-    lane slot first first_token stride active token tokens i p e live Experts kExperts kLanes kVec kThreads
-    kTokensPerBlock moesaic int float double bool char long short signed unsigned const auto void for if else while do
-    switch case default break continue return goto new delete this class struct union enum template typename using
-    namespace static extern register volatile inline operator public private protected virtual try catch throw true
+    lane slot first first_token stride active token tokens i p e live here Experts Picks Bytes kExperts kLanes kVec
+    kThreads kTokensPerBlock blocks sequence sequences length place moesaic int float double bool char long short signed
+    unsigned const auto void for if else while do switch case default break continue return goto
+    new delete this class struct union enum template typename using namespace static extern register volatile inline operator public private protected virtual try catch throw true
     false sizeof and or not xor min max exp log sqrt threadIdx blockIdx blockDim gridDim
     """.split()  # noqa: SIM905 - a list of strings would take a page
 )
-
-
-def may_be_none(indices: Value) -> bool:
-    """Whether picks may lie outside the experts: where they come from outside, or a row may have fewer than K."""
-    made_by = indices.op if isinstance(indices, OpResult) else None
-    return not isinstance(made_by, row.TopK) or made_by.may_fall_short
 
 
 def short_name(value: Value) -> str:
@@ -719,6 +768,10 @@ def short_name(value: Value) -> str:
             "sum": "total",
             "cast": "rounded",
             "membership": "picked_here",
+            "bitmap": "bits",
+            "given": "picks",
+            "squeeze": "number",
+            "unsqueeze": "number",
             "gather": "gathered",
             "scatter": "spread",
         }.get(value.op.name.split(".")[1], value.op.name.split(".")[1])
@@ -737,7 +790,7 @@ def register(value: Value) -> str:
     """C++ type of an element in a register."""
     if value.type.dtype in (DType.I1, DType.U8):
         return "bool"
-    return "int" if value.type.dtype is DType.I32 else "float"
+    return STORAGE[value.type.dtype] if value.type.dtype in _INTEGERS else "float"
 
 
 def literal(value: float) -> str:

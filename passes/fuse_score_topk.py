@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from moesaic.ir.core import Block, BlockArgument, Constant, Function, Module, Op, OpResult, Value, Yield
+from moesaic.ir.ops import col, row
 from moesaic.ir.ops.kernel import ColFinish, RowProgram, Ticket, is_column_value
 from moesaic.passes.manager import Pass, PassContext
 
@@ -28,6 +29,18 @@ class FuseScoreTopk(Pass):
         for number, function in enumerate(module.functions):
             changed |= _outline(function, f"B{number or ''}")
         return changed
+
+
+_TAKES_PICKS = (row.Gather, row.Scatter, row.Membership, row.Bitmap, col.Count)
+
+
+def _are_picks(indices: Value) -> bool:
+    """Whether indices are known to lie in [0, E), or to be -1."""
+    return isinstance(indices, OpResult) and isinstance(indices.op, row.TopK | row.Given)
+
+
+def _shown(value: Value) -> str:
+    return f"%{value.name}" if value.name else str(value.type)
 
 
 def _outline(function: Function, blocks_symbol: str) -> bool:
@@ -82,6 +95,11 @@ def _after_sums(ops: list[Op]) -> set[Value]:
     """Values computed from sums over tokens. Raises a diagnostic where such a value goes back into rows."""
     after: set[Value] = set()
     for op in ops:
+        if isinstance(op, _TAKES_PICKS) and not _are_picks(op.indices):
+            op.fail(
+                f"takes its picks from {_shown(op.indices)}, which may hold any numbers",
+                "picks made elsewhere come in through row.given, with the number of experts as its size",
+            )
         if not any(v in after or is_column_value(v) for v in op.operands):
             continue
         if any(r.type.leading == "T" or is_column_value(r) for r in op.results):

@@ -2,6 +2,7 @@
 
 - ``experts``: a token's E values over the lanes of a token;
 - ``picks``: its K values over the same lanes;
+- ``bytes``: a bit for each of its E experts, the bytes over the same lanes;
 - ``scalar``: one number per token, the same in every lane;
 - ``vector``: one number per column, the same for all tokens a block works on: for all, or for those of a sequence;
 - ``uniform``: one number for all of them;
@@ -20,7 +21,7 @@ from moesaic.ir.ops.kernel import is_column_value
 
 @dataclass(frozen=True)
 class Layout:
-    """A kind and, for ``experts``, ``picks`` and ``vector``, the number of columns."""
+    """A kind and, for all but the numbers, the number of columns."""
 
     kind: str
     columns: int = 1
@@ -28,7 +29,7 @@ class Layout:
     @property
     def is_row(self) -> bool:
         """Spread over the lanes of a token."""
-        return self.kind in ("experts", "picks")
+        return self.kind in ("experts", "picks", "bytes")
 
 
 def infer_layouts(region: Block) -> dict[Value, Layout]:
@@ -63,6 +64,8 @@ def infer_layouts(region: Block) -> dict[Value, Layout]:
         columns = _columns(value)
         if is_column_value(value):
             layouts[value] = Layout("column", columns)
+        elif value.type.leading == "T" and value.type.rank == 1:
+            layouts[value] = Layout("scalar")
         elif value.type.leading != "T":
             # A vector of one number is a number: with one expert, rows of experts are numbers per token.
             layouts[value] = Layout("vector", columns) if columns > 1 else Layout("uniform")
@@ -112,14 +115,18 @@ def _demands(op: object) -> list[tuple[Value, str]]:
         return [(op.x, "picks"), (op.indices, "picks"), (op.y, "experts")]
     if isinstance(op, row.Membership):
         return [(op.indices, "picks"), (op.y, "experts")]
+    if isinstance(op, row.Bitmap):
+        return [(op.indices, "picks"), (op.y, "bytes")]
+    if isinstance(op, row.Given):
+        return [(op.indices, "picks"), (op.y, "picks")]
     if isinstance(op, col.Count):
         return [(op.indices, "picks")]
     return []
 
 
 def _columns(value: Value) -> int:
-    if value.type.rank == 0:
-        return 1
+    if value.type.rank == 0 or (value.type.rank == 1 and not isinstance(value.type.shape[0], int)):
+        return 1  # a number, or one a token
     last = value.type.shape[-1]
     if not isinstance(last, int):
         raise InternalError(f"a row program needs constant row lengths, found {value.type}")

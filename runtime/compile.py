@@ -505,7 +505,7 @@ def _bind(signature: Signature, logits: torch.Tensor, inputs: Mapping[str, torch
         if given is None:
             _refuse_undeclared(signature, inputs)  # a slip of the pen is the likeliest reason
             raise InputTypeError(f"input {name!r} ({declared}) is missing")
-        tensors.append(_dense_rows(_checked(name, declared, given, rows)))
+        tensors.append(_dense_rows(_checked(name, declared, given, rows, logits.shape[:-1])))
     if len(inputs) >= len(tensors) - bool(signature.segments):
         _refuse_undeclared(signature, inputs)
     return tensors
@@ -557,17 +557,17 @@ def _number(name: str, given: object, rows: torch.Tensor) -> object:
     return given
 
 
-def _checked(name: str, declared: TensorType, given: object, rows: torch.Tensor) -> torch.Tensor:
+def _checked(name: str, declared: TensorType, given: object, rows: torch.Tensor, leading: torch.Size) -> torch.Tensor:
     if declared.rank == 0:
         given = _number(name, given, rows)
     if not isinstance(given, torch.Tensor):
         raise InputTypeError(f"{name} must be a tensor, found {type(given).__name__}")
-    expected = [rows.shape[0] if isinstance(d, Affine) else d for d in declared.shape]
+    has_rows = bool(declared.rank) and isinstance(declared.shape[0], Affine)
+    expected = [*leading, *declared.shape[1:]] if has_rows else [*declared.shape]
     if list(given.shape) != expected:
-        if declared.leading == "T" and expected[1:] == [1] and given.numel() == rows.shape[0]:
-            given = given.reshape(-1, 1)  # one number a token, in the shape of the tokens
-        else:
-            raise InputError(f"{name} must have shape {expected}, found {list(given.shape)}")
+        raise InputError(f"{name} must have shape {expected}, found {list(given.shape)}")
+    if has_rows and len(leading) != 1:
+        given = given.reshape(rows.shape[0], *expected[len(leading) :])
     wide = given.dtype == torch.float64 and rows.dtype == torch.float64
     if given.dtype != TORCH_DTYPES[declared.dtype] and not wide:
         known = _DTYPES.get(given.dtype)

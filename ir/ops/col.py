@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from moesaic.ir import core
 from moesaic.ir.arrays import Array, ArrayNamespace
 from moesaic.ir.core import Op, Value, create_one, operand, optional_operand, result
+from moesaic.ir.ops.row import check_picks
 from moesaic.ir.types import Dim, DType, TensorType
 
 SEGMENTS = ("", "batch_first", "sequence_first")
@@ -78,10 +79,11 @@ class Sum(ColumnReduction):
 
 
 class Count(ColumnReduction):
-    """y_e = how many picks, over all tokens or those of each sequence, are expert e."""
+    """y_e = how many picks, over all tokens or those of each sequence, are expert e; those not here count
+    nowhere."""
 
     name = "col.count"
-    indices = operand("[T, K] i32; outside [0, size) for no pick")
+    indices = operand("[T, K] i32 picks")
     sequences_ = optional_operand("[N, ...]: as many rows as there are sequences")
     y = result("[size] or [N, size], i32")
     size = core.integer("number of experts", minimum=1)
@@ -90,6 +92,9 @@ class Count(ColumnReduction):
         if self.indices.type.rank != 2 or self.indices.type.dtype is not DType.I32:
             self.fail(f"expected picks [T, K] of i32, found {self.indices.type}")
         return [TensorType(self.reduced_shape(self.size), DType.I32)]
+
+    def verify(self) -> None:
+        check_picks(self, self.indices, self.size)
 
     def reference(self, xp: ArrayNamespace, *operands: Array) -> Array:
         return xp.cast(self.reduced(xp, xp.count(operands[0], self.size), operands[1:]), DType.I32)
