@@ -8,7 +8,7 @@ import pickle
 from collections import namedtuple
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
@@ -60,12 +60,40 @@ def compile(what: Router | Module, *, target: str | Target | None = None, backen
     return CompiledLayer(what, target, backend)
 
 
+class Input(NamedTuple):
+    """An input as plain values, which torch.compile can follow.
+
+    Attributes:
+        name: of it.
+        text: its type, for messages.
+        kind: ``rows`` (one for each token), ``sequences`` (one for each sequence; made from the shape of the logits if
+            it is not given), ``vector`` or ``number``.
+        columns: its shape, without the axis of tokens.
+        dtype: what it has to be.
+        type_name: the same, as users write it.
+    """
+
+    name: str
+    text: str
+    kind: str
+    columns: tuple[int, ...]
+    dtype: torch.dtype
+    type_name: str
+
+    @classmethod
+    def of(cls, name: str, declared: TensorType) -> Input:
+        kinds = {"T": "rows", "N": "sequences"}
+        kind = kinds.get(declared.leading, "vector" if declared.rank else "number")
+        columns = tuple(d for d in declared.shape if isinstance(d, int))
+        return cls(name, str(declared), kind, columns, TORCH_DTYPES[declared.dtype], declared.dtype.public_name)
+
+
 @dataclass(frozen=True, eq=False)
 class Signature:
     """What a call has to know of a program, as plain values."""
 
     program: Program
-    inputs: tuple[tuple[str, TensorType], ...]
+    inputs: tuple[Input, ...]
     columns: int
     has_rows: tuple[bool, ...]
     segments: str
@@ -91,7 +119,7 @@ def signature_of(handle: str) -> Signature:
             )
         found = _signatures[handle] = Signature(
             program=program,
-            inputs=tuple((a.name, a.type) for a in function.arguments),
+            inputs=tuple(Input.of(a.name, a.type) for a in function.arguments),
             columns=columns,
             has_rows=tuple(t.leading == "T" for t in function.result_types),
             segments=_segments(function),
@@ -493,20 +521,22 @@ def _must_dispatch(tensors: Sequence[torch.Tensor]) -> bool:
 def _bind(signature: Signature, logits: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
     """The tensors in the order of the function's inputs, checked, with rows that are dense inside."""
     if logits.dim() < 1 or logits.shape[-1] != signature.columns:
-        name = signature.inputs[0][0]
+        name = signature.inputs[0].name
         raise InputError(f"{name} must have shape [..., {signature.columns}], found {list(logits.shape)}")
     rows = logits if logits.dim() == 2 else logits.reshape(-1, signature.columns)
     tensors = [_dense_rows(rows)]
-    for name, declared in signature.inputs[1:]:
-        given = inputs.get(name)
-        if given is None and declared.leading == "N":
-            tensors.append(_sequences(signature, logits))
-            continue
+    made = 0
+    for wanted in signature.inputs[1:]:
+        given = inputs.get(wanted.name)
         if given is None:
+            if wanted.kind == "sequences":
+                tensors.append(_sequences(signature, logits))
+                made += 1
+                continue
             _refuse_undeclared(signature, inputs)  # a slip of the pen is the likeliest reason
-            raise InputTypeError(f"input {name!r} ({declared}) is missing")
-        tensors.append(_dense_rows(_checked(name, declared, given, rows, logits.shape[:-1])))
-    if len(inputs) >= len(tensors) - bool(signature.segments):
+            raise InputTypeError(f"input {wanted.name!r} ({wanted.text}) is missing")
+        tensors.append(_dense_rows(_checked(wanted, given, rows, logits.shape[:-1])))
+    if len(inputs) >= len(tensors) - made:
         _refuse_undeclared(signature, inputs)
     return tensors
 
@@ -524,7 +554,7 @@ def _sequences(signature: Signature, logits: torch.Tensor) -> torch.Tensor:
 
 
 def _refuse_undeclared(signature: Signature, inputs: Mapping[str, torch.Tensor]) -> None:
-    known = [n for n, _ in signature.inputs[1:]]
+    known = [wanted.name for wanted in signature.inputs[1:]]
     for name in inputs:
         if name not in known:
             raise InputTypeError(
@@ -557,22 +587,23 @@ def _number(name: str, given: object, rows: torch.Tensor) -> object:
     return given
 
 
-def _checked(name: str, declared: TensorType, given: object, rows: torch.Tensor, leading: torch.Size) -> torch.Tensor:
-    if declared.rank == 0:
+def _checked(wanted: Input, given: object, rows: torch.Tensor, leading: torch.Size) -> torch.Tensor:
+    name = wanted.name
+    if wanted.kind == "number":
         given = _number(name, given, rows)
     if not isinstance(given, torch.Tensor):
         raise InputTypeError(f"{name} must be a tensor, found {type(given).__name__}")
-    has_rows = bool(declared.rank) and isinstance(declared.shape[0], Affine)
-    expected = [*leading, *declared.shape[1:]] if has_rows else [*declared.shape]
-    if list(given.shape) != expected:
-        raise InputError(f"{name} must have shape {expected}, found {list(given.shape)}")
-    if has_rows and len(leading) != 1:
-        given = given.reshape(rows.shape[0], *expected[len(leading) :])
+    expected = [*leading, *wanted.columns] if wanted.kind == "rows" else [*wanted.columns]
+    if list(given.shape[1:] if wanted.kind == "sequences" else given.shape) != expected:
+        shape = ["N", *expected] if wanted.kind == "sequences" else expected
+        raise InputError(f"{name} must have shape {shape}, found {list(given.shape)}")
+    if wanted.kind == "rows" and len(leading) != 1:
+        given = given.reshape(rows.shape[0], *wanted.columns)
     wide = given.dtype == torch.float64 and rows.dtype == torch.float64
-    if given.dtype != TORCH_DTYPES[declared.dtype] and not wide:
+    if given.dtype != wanted.dtype and not wide:
         known = _DTYPES.get(given.dtype)
         found = known.public_name if known is not None else str(given.dtype).removeprefix("torch.")
-        raise InputError(f"{name} must be {declared.dtype.public_name}, found {found}")
+        raise InputError(f"{name} must be {wanted.type_name}, found {found}")
     if given.device != rows.device:
         raise InputError(f"{name} is on {given.device}, but logits are on {rows.device}; move one of them")
     return given
