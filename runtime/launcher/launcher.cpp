@@ -1,0 +1,758 @@
+// The native launcher: what a call of a compiled layer does between its arguments and its results, without Python.
+//
+// Built on the user's machine against the headers of the torch that is installed (see build.py). Three types:
+//
+//   Plan    a launch plan with its kernels loaded on one device: allocates, packs, launches
+//   Table   the plans of one function, by device, number of tokens and alignments: called with a list of inputs
+//   Caller  a layer: called as the layer is, checks the inputs, makes the named result
+//
+// Only the plain case is here. Where anything is not plain, a call gives None and has done nothing: the caller then
+// takes the way through Python, which prepares what is missing or says what is wrong.
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <structmember.h>
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/TensorBase.h>
+#include <ATen/cuda/EmptyTensor.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/SmallVector.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+// From libtorch_python. The header that declares it takes ten times as long to compile as this file.
+PyObject* THPVariable_Wrap(at::TensorBase&& tensor);
+
+namespace at::detail {
+// Not there in a torch without CUDA, where it is never called.
+__attribute__((weak)) TensorBase empty_cuda(IntArrayRef, ScalarType, std::optional<Device>,
+                                            std::optional<c10::MemoryFormat>);
+}  // namespace at::detail
+
+namespace {
+
+using Shape = c10::SmallVector<int64_t, 4>;
+
+// References ----------------------------------------------------------------------------------------------------------
+
+class Reference {
+public:
+    Reference() = default;
+    explicit Reference(PyObject* owned) : object_(owned) {}
+    Reference(Reference&& other) noexcept : object_(std::exchange(other.object_, nullptr)) {}
+    Reference& operator=(Reference&& other) noexcept {
+        std::swap(object_, other.object_);
+        return *this;
+    }
+    ~Reference() { Py_XDECREF(object_); }
+    static Reference to(PyObject* borrowed) { return Reference(Py_XNewRef(borrowed)); }
+    PyObject* get() const { return object_; }
+    PyObject* release() { return std::exchange(object_, nullptr); }
+    explicit operator bool() const { return object_ != nullptr; }
+
+private:
+    PyObject* object_ = nullptr;
+};
+
+PyTypeObject* tensor_type;
+PyTypeObject* parameter_type;
+Py_ssize_t tensor_offset;  // of the pointer to the TensorImpl in a Python tensor
+
+const c10::TensorImpl* tensor_of(PyObject* tensor) {
+    return *reinterpret_cast<c10::TensorImpl* const*>(reinterpret_cast<const char*>(tensor) + tensor_offset);
+}
+
+// Where Python tensors keep theirs differs between releases of torch, so it is looked up in a tensor we know.
+bool find_tensor_offset() {
+    at::TensorBase known = at::detail::empty_cpu({1}, at::kFloat);
+    const c10::TensorImpl* const wanted = known.unsafeGetTensorImpl();
+    const Reference object(THPVariable_Wrap(std::move(known)));
+    if (!object) return false;
+    const auto end = Py_TYPE(object.get())->tp_basicsize;
+    for (tensor_offset = sizeof(PyObject); tensor_offset + Py_ssize_t(sizeof(void*)) <= end;
+         tensor_offset += sizeof(void*)) {
+        if (tensor_of(object.get()) == wanted) return true;
+    }
+    PyErr_SetString(PyExc_ImportError, "this torch keeps tensors where the launcher does not find them");
+    return false;
+}
+
+// Whether a variable of the environment is unset, empty, or one of two words. The rest is for Python to judge.
+bool is_one_of(const char* variable, const char* one, const char* other) {
+    const char* const text = std::getenv(variable);
+    return text == nullptr || *text == '\0' || std::strcmp(text, one) == 0 || std::strcmp(text, other) == 0;
+}
+
+bool is_allowed() { return is_one_of("MOESAIC_LAUNCHER", "auto", "native"); }
+
+// Operands and arguments ----------------------------------------------------------------------------------------------
+
+struct Operand {
+    uint64_t address = 0;
+    int64_t rows = 0;        // its first dimension
+    int64_t row_stride = 0;  // in elements
+};
+
+// Bytes that address and row stride are both aligned to, at most 16; `alignments` in execute.py says why like this.
+uint8_t alignment_of(const Operand& operand, bool has_rows, int64_t columns, size_t element_bytes) {
+    uint64_t bits = operand.address | 16;
+    if (has_rows) bits |= uint64_t(operand.row_stride | columns) * element_bytes;
+    return uint8_t(bits & -bits);
+}
+
+struct Call {
+    const Operand* operands;
+    int64_t tokens;
+};
+
+// What a kernel's argument of a kind is: 8 bytes each. `ARGUMENTS` in execute.py has the same table.
+struct Kind {
+    const char* name;
+    uint64_t (*value)(const Call& call, int operand);
+};
+constexpr Kind kKinds[] = {
+    {"pointer", [](const Call& call, int operand) { return call.operands[operand].address; }},
+    {"stride", [](const Call& call, int operand) { return uint64_t(call.operands[operand].row_stride); }},
+    {"tokens", [](const Call& call, int) { return uint64_t(call.tokens); }},
+    {"blocks", [](const Call& call, int operand) { return uint64_t(call.operands[operand].rows); }},
+};
+
+// Plans ---------------------------------------------------------------------------------------------------------------
+
+// CUlaunchConfig of the driver's interface.
+struct LaunchConfig {
+    unsigned grid[3];
+    unsigned block[3];
+    unsigned shared_bytes;
+    void* stream;
+    void* attributes;
+    unsigned attribute_count;
+};
+
+// Functions by their addresses, which come from the libraries that are loaded.
+struct Driver {
+    int (*launch)(const LaunchConfig*, void* function, void** arguments, void** extra);
+    int (*get_context)(void** context);
+    int (*push_context)(void* context);
+    int (*pop_context)(void** context);
+    int (*current_stream)(int32_t device_index, void** stream);
+    void* context;
+};
+
+struct Argument {
+    uint64_t (*value)(const Call& call, int operand);
+    int operand;
+};
+
+struct Step {
+    LaunchConfig config;  // grid and stream are a call's own
+    void* function;
+    int64_t rows_per_block;
+    int64_t most_blocks;
+    int64_t fixed_blocks;  // where the grid does not follow T; else 0
+    std::vector<Argument> arguments;
+
+    int64_t blocks(int64_t tokens) const {
+        if (fixed_blocks != 0) return fixed_blocks;
+        return std::min((tokens + rows_per_block - 1) / rows_per_block, most_blocks);
+    }
+};
+
+constexpr int kNoRows = -2, kTokens = -1;
+
+struct Buffer {
+    int rows;  // kNoRows, kTokens, or the step whose number of blocks they are
+    Shape columns;
+    at::ScalarType dtype;
+    int reuses;  // the operand whose memory it takes over, or -1
+};
+
+struct Plan {
+    PyObject_HEAD
+    c10::Device device = c10::kCPU;
+    Driver driver;
+    int inputs = 0;
+    std::vector<Buffer> buffers;
+    std::vector<Step> steps;
+    std::vector<int> results;
+    bool passes_inputs_on = false;
+    Reference failed;  // (step, code of the driver, blocks) -> raises
+    Reference keep;    // what the addresses above point into
+};
+
+enum class Outcome { kDone, kNotPlain, kRaised };
+
+// The driver launches into the current context; torch may have another device's, or none on this thread yet.
+class Context {
+public:
+    explicit Context(const Driver& driver) : driver_(driver) {
+        void* now = nullptr;
+        code = driver.get_context(&now);
+        if (code != 0 || now == driver.context) return;
+        code = driver.push_context(driver.context);
+        pushed_ = code == 0;
+    }
+    Context(const Context&) = delete;
+    Context& operator=(const Context&) = delete;
+    ~Context() {
+        void* mine = nullptr;
+        if (pushed_) driver_.pop_context(&mine);
+    }
+    int code = 0;
+
+private:
+    const Driver& driver_;
+    bool pushed_ = false;
+};
+
+at::TensorBase fresh(const Shape& shape, at::ScalarType dtype, c10::Device device) {
+    return device.is_cuda() ? at::detail::empty_cuda(shape, dtype, device, std::nullopt)
+                            : at::detail::empty_cpu(shape, dtype);
+}
+
+// Allocates and launches. `operands` has the inputs and room for the buffers; `made` gets the tensors of the buffers.
+Outcome run(const Plan& plan, Operand* operands, int64_t tokens, c10::SmallVectorImpl<at::TensorBase>& made) {
+    int failed_step = -1, code = 0;
+    int64_t blocks = 0;
+    // As every operator of torch: an allocation may wait for the device, and a launch for room in the stream's queue.
+    PyThreadState* const thread = PyEval_SaveThread();
+    try {
+        made.resize(plan.buffers.size());
+        Shape shape;
+        for (size_t i = 0; i < plan.buffers.size(); ++i) {
+            const Buffer& buffer = plan.buffers[i];
+            Operand& operand = operands[plan.inputs + i];
+            shape.clear();
+            if (buffer.rows != kNoRows) shape.push_back(buffer.rows == kTokens ? tokens : plan.steps[buffer.rows].blocks(tokens));
+            shape.append(buffer.columns.begin(), buffer.columns.end());
+            if (buffer.reuses < 0) {
+                made[i] = fresh(shape, buffer.dtype, plan.device);
+                operand.address = reinterpret_cast<uint64_t>(made[i].unsafeGetTensorImpl()->mutable_data());
+            } else {  // of the same size, see plan-workspace
+                operand.address = operands[buffer.reuses].address;
+            }
+            operand.rows = shape.empty() ? 0 : shape.front();
+            operand.row_stride = 1;
+            for (size_t d = 1; d < shape.size(); ++d) operand.row_stride *= shape[d];
+        }
+    } catch (const std::exception&) {
+        // Out of memory, most likely. Python tries once more, and raises what torch raises.
+        PyEval_RestoreThread(thread);
+        return Outcome::kNotPlain;
+    }
+    {
+        const Call call{operands, tokens};
+        void* stream = nullptr;
+        const Context context(plan.driver);
+        code = context.code;
+        if (code == 0) code = plan.driver.current_stream(plan.device.index(), &stream);
+        c10::SmallVector<uint64_t, 32> values;
+        c10::SmallVector<void*, 32> addresses;
+        for (size_t n = 0; code == 0 && n < plan.steps.size(); ++n) {
+            const Step& step = plan.steps[n];
+            blocks = step.blocks(tokens);
+            if (blocks == 0) continue;
+            values.clear();
+            for (const Argument& argument : step.arguments) values.push_back(argument.value(call, argument.operand));
+            addresses.clear();
+            for (uint64_t& value : values) addresses.push_back(&value);
+            LaunchConfig config = step.config;
+            config.grid[0] = unsigned(blocks);
+            config.grid[1] = config.grid[2] = 1;
+            config.stream = stream;
+            code = plan.driver.launch(&config, step.function, addresses.data(), nullptr);
+            if (code != 0) failed_step = int(n);
+        }
+    }
+    PyEval_RestoreThread(thread);
+    if (code == 0) return Outcome::kDone;
+    Py_XDECREF(PyObject_CallFunction(plan.failed.get(), "iiL", failed_step, code, static_cast<long long>(blocks)));
+    return Outcome::kRaised;
+}
+
+// Tables --------------------------------------------------------------------------------------------------------------
+
+struct Row {
+    int device_index;
+    bool few;
+    c10::SmallVector<uint8_t, 8> alignments;
+    Reference plan;
+};
+
+struct Table {
+    PyObject_HEAD
+    vectorcallfunc call;
+    int64_t few_tokens = 0;
+    std::vector<Row> rows;
+};
+
+const Plan* find(const Table& table, int device_index, int64_t tokens, c10::ArrayRef<uint8_t> alignments) {
+    const bool few = tokens <= table.few_tokens;
+    for (const Row& row : table.rows) {
+        if (row.device_index == device_index && row.few == few && alignments.equals(row.alignments)) {
+            return reinterpret_cast<const Plan*>(row.plan.get());
+        }
+    }
+    return nullptr;
+}
+
+// A result that is an input is the same Python tensor again.
+PyObject* wrap(const Plan& plan, int result, PyObject* const* inputs, c10::SmallVectorImpl<at::TensorBase>& made) {
+    if (result < plan.inputs) return Py_NewRef(inputs[result]);
+    return THPVariable_Wrap(at::TensorBase(made[result - plan.inputs]));
+}
+
+PyObject* call_table(PyObject* self, PyObject* const* arguments, size_t count, PyObject* names) {
+    const auto& table = *reinterpret_cast<Table*>(self);
+    if (PyVectorcall_NARGS(count) != 1 || names != nullptr) {
+        PyErr_SetString(PyExc_TypeError, "a table takes a sequence of tensors");
+        return nullptr;
+    }
+    if (!is_allowed()) Py_RETURN_NONE;
+    const Reference sequence(PySequence_Tuple(arguments[0]));  // nobody can change it meanwhile
+    if (!sequence) return nullptr;
+    PyObject* const* const inputs = &PyTuple_GET_ITEM(sequence.get(), 0);
+    const auto given = size_t(PyTuple_GET_SIZE(sequence.get()));
+    c10::SmallVector<Operand, 16> operands(given);
+    c10::SmallVector<uint8_t, 8> alignments(given);
+    int64_t tokens = -1;
+    int device_index = -1;
+    try {
+        for (size_t i = 0; i < given; ++i) {
+            if (!PyObject_TypeCheck(inputs[i], tensor_type)) Py_RETURN_NONE;
+            const c10::TensorImpl& tensor = *tensor_of(inputs[i]);
+            const auto sizes = tensor.sizes(), strides = tensor.strides();
+            if (i == 0) device_index = tensor.device().index();
+            const bool has_rows = sizes.size() == 2;
+            if (tokens < 0 && has_rows) tokens = sizes[0];
+            operands[i].address = reinterpret_cast<uint64_t>(tensor.data());
+            operands[i].rows = sizes.empty() ? 0 : sizes[0];
+            operands[i].row_stride = sizes.empty() ? 1 : strides[0];
+            alignments[i] = alignment_of(operands[i], has_rows, has_rows ? sizes[1] : 1, tensor.itemsize());
+        }
+    } catch (const std::exception&) {  // sizes or memory that a tensor of this kind does not have
+        Py_RETURN_NONE;
+    }
+    const Plan* const plan = find(table, device_index, tokens, alignments);
+    if (plan == nullptr) Py_RETURN_NONE;
+    const Reference kept = Reference::to(reinterpret_cast<PyObject*>(const_cast<Plan*>(plan)));
+    operands.resize(given + plan->buffers.size());
+    c10::SmallVector<at::TensorBase, 8> made;
+    switch (run(*plan, operands.data(), tokens, made)) {
+        case Outcome::kNotPlain: Py_RETURN_NONE;
+        case Outcome::kRaised: return nullptr;
+        case Outcome::kDone: break;
+    }
+    Reference list(PyList_New(Py_ssize_t(plan->results.size())));
+    if (!list) return nullptr;
+    for (size_t i = 0; i < plan->results.size(); ++i) {
+        PyObject* const result = wrap(*plan, plan->results[i], inputs, made);
+        if (result == nullptr) return nullptr;
+        PyList_SET_ITEM(list.get(), Py_ssize_t(i), result);
+    }
+    return list.release();
+}
+
+// Callers -------------------------------------------------------------------------------------------------------------
+
+struct Declared {
+    Reference name;
+    Shape shape;  // -1 for T
+    at::ScalarType dtype;
+};
+
+// What a layer runs for logits of one dtype.
+struct Variant {
+    std::vector<Declared> inputs;
+    std::vector<bool> has_rows;  // of the results
+    Reference table;
+};
+
+struct Caller {
+    PyObject_HEAD
+    vectorcallfunc call;
+    c10::DeviceType device_type = c10::kCPU;
+    c10::DispatchKeySet plain_keys;
+    std::string backend;  // what MOESAIC_BACKEND may say; empty if it does not matter
+    Reference result_type;
+    std::vector<Variant> variants;
+};
+
+// A tensor without anything about it that torch would have to see: no subclass, no lazy negation, no wrapper of a
+// transform, no forward-mode tangent.
+const c10::TensorImpl* plain_tensor(const Caller& caller, PyObject* object) {
+    if (Py_TYPE(object) != tensor_type && Py_TYPE(object) != parameter_type) return nullptr;
+    const c10::TensorImpl* const tensor = tensor_of(object);
+    if ((tensor->key_set().raw_repr() & ~caller.plain_keys.raw_repr()) != 0) return nullptr;
+    if (tensor->autograd_meta() != nullptr) {
+        const auto alias = c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::unsafe_reclaim_from_nonowning(
+            const_cast<c10::TensorImpl*>(tensor));
+        const at::TensorBase base(alias);
+        // at::Tensor adds functions to at::TensorBase, and its header takes long to compile.
+        if (reinterpret_cast<const at::TensorBase&>(tensor->_fw_grad(0, base)).defined()) return nullptr;
+    }
+    return tensor;
+}
+
+bool rows_are_dense(c10::IntArrayRef sizes, c10::IntArrayRef strides) {
+    return sizes.empty() || strides.back() == 1 || sizes.back() == 1;
+}
+
+const Variant* variant_for(const Caller& caller, at::ScalarType dtype) {
+    for (const Variant& variant : caller.variants) {
+        if (variant.inputs[0].dtype == dtype) return &variant;
+    }
+    return nullptr;
+}
+
+// The input of that name among those given by name; null if it is not there.
+PyObject* named(PyObject* names, PyObject* const* values, PyObject* name) {
+    const Py_ssize_t count = PyTuple_GET_SIZE(names);
+    for (Py_ssize_t i = 0; i < count; ++i) {
+        if (PyTuple_GET_ITEM(names, i) == name) return values[i];  // almost always: names are interned
+    }
+    for (Py_ssize_t i = 0; i < count; ++i) {
+        if (PyUnicode_Compare(PyTuple_GET_ITEM(names, i), name) == 0) return values[i];
+    }
+    return nullptr;
+}
+
+PyObject* call_caller(PyObject* self, PyObject* const* arguments, size_t count, PyObject* names) {
+    const auto& caller = *reinterpret_cast<Caller*>(self);
+    if (PyVectorcall_NARGS(count) != 1 || !is_allowed()) Py_RETURN_NONE;
+    if (!caller.backend.empty() && !is_one_of("MOESAIC_BACKEND", "auto", caller.backend.c_str())) Py_RETURN_NONE;
+    // Modes and transforms (fake tensors, tracing, vmap, grad) add keys that every operator has to pass.
+    const auto included = c10::impl::tls_local_dispatch_key_set().included_;
+    if (!(included - c10::default_included_set).empty()) Py_RETURN_NONE;
+
+    const c10::TensorImpl* const logits = plain_tensor(caller, arguments[0]);
+    if (logits == nullptr) Py_RETURN_NONE;
+    const Variant* const variant = variant_for(caller, logits->dtype().toScalarType());
+    if (variant == nullptr) Py_RETURN_NONE;
+    const size_t given = variant->inputs.size();
+    if (size_t(names == nullptr ? 0 : PyTuple_GET_SIZE(names)) != given - 1) Py_RETURN_NONE;
+
+    const bool recording = c10::GradMode::is_enabled();
+    c10::SmallVector<PyObject*, 8> objects(given);
+    c10::SmallVector<Operand, 16> operands(given);
+    c10::SmallVector<uint8_t, 8> alignments(given);
+    const auto logits_sizes = logits->sizes();
+    int64_t tokens = 0;
+    for (size_t i = 0; i < given; ++i) {
+        const Declared& declared = variant->inputs[i];
+        PyObject* const object = i == 0 ? arguments[0] : named(names, arguments + 1, declared.name.get());
+        const c10::TensorImpl* const tensor = i == 0 ? logits : object == nullptr ? nullptr : plain_tensor(caller, object);
+        if (tensor == nullptr || (recording && tensor->requires_grad())) Py_RETURN_NONE;
+        const auto sizes = tensor->sizes(), strides = tensor->strides();
+        Operand& operand = operands[i];
+        if (i == 0) {
+            const int64_t columns = declared.shape[1];
+            if (sizes.empty() || sizes.back() != columns || !rows_are_dense(sizes, strides)) Py_RETURN_NONE;
+            const bool is_matrix = sizes.size() == 2;
+            if (!is_matrix && !tensor->is_contiguous()) Py_RETURN_NONE;  // rows may not be evenly spaced
+            tokens = is_matrix ? sizes[0] : tensor->numel() / columns;
+            operand.row_stride = is_matrix ? strides[0] : columns;
+            operand.rows = tokens;
+        } else {
+            if (tensor->device() != logits->device() || tensor->dtype().toScalarType() != declared.dtype ||
+                sizes.size() != declared.shape.size() || !rows_are_dense(sizes, strides)) {
+                Py_RETURN_NONE;
+            }
+            for (size_t d = 0; d < sizes.size(); ++d) {
+                if (sizes[d] != (declared.shape[d] < 0 ? tokens : declared.shape[d])) Py_RETURN_NONE;
+            }
+            operand.row_stride = sizes.empty() ? 1 : strides[0];
+            operand.rows = sizes.empty() ? 0 : sizes[0];
+        }
+        operand.address = reinterpret_cast<uint64_t>(tensor->data());
+        const bool has_rows = declared.shape.size() == 2;
+        alignments[i] = alignment_of(operand, has_rows, has_rows ? declared.shape[1] : 1, tensor->itemsize());
+        objects[i] = object;
+    }
+    const auto& table = *reinterpret_cast<const Table*>(variant->table.get());
+    const Plan* const plan = find(table, logits->device().index(), tokens, alignments);
+    const bool reshapes = logits_sizes.size() != 2;
+    if (plan == nullptr || (reshapes && plan->passes_inputs_on)) Py_RETURN_NONE;
+    const Reference kept = Reference::to(reinterpret_cast<PyObject*>(const_cast<Plan*>(plan)));
+    operands.resize(given + plan->buffers.size());
+    c10::SmallVector<at::TensorBase, 8> made;
+    switch (run(*plan, operands.data(), tokens, made)) {
+        case Outcome::kNotPlain: Py_RETURN_NONE;
+        case Outcome::kRaised: return nullptr;
+        case Outcome::kDone: break;
+    }
+    auto* const type = reinterpret_cast<PyTypeObject*>(caller.result_type.get());
+    Reference result(type->tp_alloc(type, Py_ssize_t(variant->has_rows.size())));  // a tuple with names
+    if (!result) return nullptr;
+    for (size_t i = 0; i < variant->has_rows.size(); ++i) {
+        const int number = plan->results[i];
+        if (reshapes && variant->has_rows[i]) {
+            c10::TensorImpl* const tensor = made[number - plan->inputs].unsafeGetTensorImpl();
+            Shape shape(logits_sizes.begin(), logits_sizes.end() - 1);
+            const auto rest = tensor->sizes().slice(1);
+            shape.append(rest.begin(), rest.end());
+            tensor->set_sizes_contiguous(shape);
+        }
+        PyObject* const item = wrap(*plan, number, objects.data(), made);
+        if (item == nullptr) return nullptr;
+        PyTuple_SET_ITEM(result.get(), Py_ssize_t(i), item);
+    }
+    return result.release();
+}
+
+// From Python ---------------------------------------------------------------------------------------------------------
+
+// Descriptions come from our own Python, as tuples. What does not fit raises a Python error, which `None` and `false`
+// below stand for.
+
+bool integers(PyObject* tuple, std::vector<int64_t>& found) {
+    if (!PyTuple_Check(tuple)) return PyErr_Format(PyExc_TypeError, "expected a tuple, found %R", tuple), false;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); ++i) {
+        found.push_back(PyLong_AsLongLong(PyTuple_GET_ITEM(tuple, i)));
+        if (PyErr_Occurred()) return false;
+    }
+    return true;
+}
+
+bool shape_of(PyObject* tuple, Shape& shape) {
+    std::vector<int64_t> found;
+    if (!integers(tuple, found)) return false;
+    shape.assign(found.begin(), found.end());
+    return true;
+}
+
+const c10::TensorImpl* sample(PyObject* object) {
+    if (!PyObject_TypeCheck(object, tensor_type)) {
+        return PyErr_Format(PyExc_TypeError, "expected a tensor, found %R", object), nullptr;
+    }
+    return tensor_of(object);
+}
+
+template <typename Object>
+Object* allocate(PyTypeObject* type) {
+    PyObject* const made = type->tp_alloc(type, 0);
+    if (made == nullptr) return nullptr;
+    const PyObject head = *made;  // constructing the rest must leave it
+    auto* const object = new (made) Object;
+    *reinterpret_cast<PyObject*>(object) = head;
+    return object;
+}
+
+template <typename Object>
+void deallocate(PyObject* self) {
+    PyTypeObject* const type = Py_TYPE(self);
+    reinterpret_cast<Object*>(self)->~Object();
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+bool add_step(Plan& plan, PyObject* description) {
+    unsigned long long config, function;
+    long long rows_per_block, most_blocks, fixed_blocks;
+    PyObject* arguments;
+    if (!PyArg_ParseTuple(description, "KKLLLO!", &config, &function, &rows_per_block, &most_blocks, &fixed_blocks,
+                          &PyTuple_Type, &arguments)) {
+        return false;
+    }
+    Step step{*reinterpret_cast<const LaunchConfig*>(config), reinterpret_cast<void*>(function), rows_per_block,
+              most_blocks, fixed_blocks, {}};
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(arguments); ++i) {
+        const char* name;
+        int operand;
+        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(arguments, i), "si", &name, &operand)) return false;
+        const auto* const kind = std::find_if(std::begin(kKinds), std::end(kKinds),
+                                              [&](const Kind& k) { return std::strcmp(k.name, name) == 0; });
+        if (kind == std::end(kKinds)) {
+            return PyErr_Format(PyExc_ValueError, "no kernel argument of kind '%s' is known", name), false;
+        }
+        step.arguments.push_back({kind->value, operand});
+    }
+    plan.steps.push_back(std::move(step));
+    return true;
+}
+
+bool add_buffer(Plan& plan, PyObject* description) {
+    Buffer buffer;
+    PyObject *columns, *example;
+    if (!PyArg_ParseTuple(description, "iOOi", &buffer.rows, &columns, &example, &buffer.reuses)) return false;
+    const c10::TensorImpl* const tensor = sample(example);
+    if (tensor == nullptr || !shape_of(columns, buffer.columns)) return false;
+    buffer.dtype = tensor->dtype().toScalarType();
+    plan.buffers.push_back(std::move(buffer));
+    return true;
+}
+
+// Plan(example, driver, inputs, buffers, steps, results, failed, keep); see `Prepared` in execute.py.
+PyObject* new_plan(PyTypeObject* type, PyObject* arguments, PyObject*) {
+    PyObject *example, *driver, *buffers, *steps, *results, *failed, *keep;
+    int inputs;
+    if (!PyArg_ParseTuple(arguments, "OO!iO!O!OOO", &example, &PyTuple_Type, &driver, &inputs, &PyTuple_Type, &buffers,
+                          &PyTuple_Type, &steps, &results, &failed, &keep)) {
+        return nullptr;
+    }
+    auto* const plan = allocate<Plan>(type);
+    if (plan == nullptr) return nullptr;
+    Reference owner(reinterpret_cast<PyObject*>(plan));
+    const c10::TensorImpl* const tensor = sample(example);
+    if (tensor == nullptr) return nullptr;
+    plan->device = tensor->device();
+    unsigned long long address[6];
+    if (!PyArg_ParseTuple(driver, "KKKKKK", address, address + 1, address + 2, address + 3, address + 4, address + 5)) {
+        return nullptr;
+    }
+    static_assert(sizeof(Driver) == sizeof address);
+    std::memcpy(&plan->driver, address, sizeof address);
+    plan->inputs = inputs;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(buffers); ++i) {
+        if (!add_buffer(*plan, PyTuple_GET_ITEM(buffers, i))) return nullptr;
+    }
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(steps); ++i) {
+        if (!add_step(*plan, PyTuple_GET_ITEM(steps, i))) return nullptr;
+    }
+    std::vector<int64_t> numbers;
+    if (!integers(results, numbers)) return nullptr;
+    plan->results.assign(numbers.begin(), numbers.end());
+    plan->passes_inputs_on = std::any_of(numbers.begin(), numbers.end(), [&](int64_t n) { return n < inputs; });
+    plan->failed = Reference::to(failed);
+    plan->keep = Reference::to(keep);
+    return owner.release();
+}
+
+PyTypeObject* plan_type;
+PyTypeObject* table_type;
+
+// Table(few_tokens)
+PyObject* new_table(PyTypeObject* type, PyObject* arguments, PyObject*) {
+    long long few_tokens;
+    if (!PyArg_ParseTuple(arguments, "L", &few_tokens)) return nullptr;
+    auto* const table = allocate<Table>(type);
+    if (table == nullptr) return nullptr;
+    table->call = call_table;
+    table->few_tokens = few_tokens;
+    return reinterpret_cast<PyObject*>(table);
+}
+
+// add(device_index, few, alignments, plan)
+PyObject* add_plan(PyObject* self, PyObject* arguments) {
+    Row row;
+    int few;
+    PyObject *alignments, *plan;
+    if (!PyArg_ParseTuple(arguments, "ipOO!", &row.device_index, &few, &alignments, plan_type, &plan)) return nullptr;
+    std::vector<int64_t> numbers;
+    if (!integers(alignments, numbers)) return nullptr;
+    row.few = few != 0;
+    row.alignments.assign(numbers.begin(), numbers.end());
+    row.plan = Reference::to(plan);
+    reinterpret_cast<Table*>(self)->rows.push_back(std::move(row));
+    Py_RETURN_NONE;
+}
+
+bool add_variant(Caller& caller, PyObject* description) {
+    Variant variant;
+    PyObject *inputs, *has_rows, *table;
+    if (!PyArg_ParseTuple(description, "O!OO!", &PyTuple_Type, &inputs, &has_rows, table_type, &table)) return false;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(inputs); ++i) {
+        Declared declared;
+        PyObject *name, *shape, *example;
+        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(inputs, i), "UOO", &name, &shape, &example)) return false;
+        const c10::TensorImpl* const tensor = sample(example);
+        if (tensor == nullptr || !shape_of(shape, declared.shape)) return false;
+        Py_INCREF(name);
+        PyUnicode_InternInPlace(&name);
+        declared.name = Reference(name);
+        declared.dtype = tensor->dtype().toScalarType();
+        variant.inputs.push_back(std::move(declared));
+    }
+    std::vector<int64_t> flags;
+    if (!integers(has_rows, flags)) return false;
+    variant.has_rows.assign(flags.begin(), flags.end());
+    variant.table = Reference::to(table);
+    caller.variants.push_back(std::move(variant));
+    return true;
+}
+
+// Caller(example, backend, result_type, variants); see `CompiledLayer` in compile.py.
+PyObject* new_caller(PyTypeObject* type, PyObject* arguments, PyObject*) {
+    PyObject *example, *result_type, *variants;
+    const char* backend;
+    if (!PyArg_ParseTuple(arguments, "OsO!O!", &example, &backend, &PyType_Type, &result_type, &PyTuple_Type,
+                          &variants)) {
+        return nullptr;
+    }
+    const c10::TensorImpl* const tensor = sample(example);
+    if (tensor == nullptr) return nullptr;
+    auto* const caller = allocate<Caller>(type);
+    if (caller == nullptr) return nullptr;
+    Reference owner(reinterpret_cast<PyObject*>(caller));
+    caller->call = call_caller;
+    caller->device_type = tensor->device().type();
+    const bool cuda = tensor->device().is_cuda();
+    caller->plain_keys = c10::DispatchKeySet(cuda ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU) |
+                         c10::DispatchKeySet(cuda ? c10::DispatchKey::AutocastCUDA : c10::DispatchKey::AutocastCPU) |
+                         c10::autograd_dispatch_keyset_with_ADInplaceOrView;
+    caller->backend = backend;
+    caller->result_type = Reference::to(result_type);
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(variants); ++i) {
+        if (!add_variant(*caller, PyTuple_GET_ITEM(variants, i))) return nullptr;
+    }
+    return owner.release();
+}
+
+#define MEMBER(type) {"__vectorcalloffset__", T_PYSSIZET, offsetof(type, call), READONLY, nullptr}
+PyMemberDef table_members[] = {MEMBER(Table), {}};
+PyMemberDef caller_members[] = {MEMBER(Caller), {}};
+PyMethodDef table_methods[] = {{"add", add_plan, METH_VARARGS, nullptr}, {}};
+
+PyType_Slot plan_slots[] = {{Py_tp_new, reinterpret_cast<void*>(new_plan)},
+                            {Py_tp_dealloc, reinterpret_cast<void*>(deallocate<Plan>)},
+                            {}};
+PyType_Slot table_slots[] = {{Py_tp_new, reinterpret_cast<void*>(new_table)},
+                             {Py_tp_dealloc, reinterpret_cast<void*>(deallocate<Table>)},
+                             {Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
+                             {Py_tp_members, table_members},
+                             {Py_tp_methods, table_methods},
+                             {}};
+PyType_Slot caller_slots[] = {{Py_tp_new, reinterpret_cast<void*>(new_caller)},
+                              {Py_tp_dealloc, reinterpret_cast<void*>(deallocate<Caller>)},
+                              {Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
+                              {Py_tp_members, caller_members},
+                              {}};
+
+constexpr unsigned kCallable = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL;
+PyType_Spec plan_spec = {"moesaic_launcher.Plan", sizeof(Plan), 0, Py_TPFLAGS_DEFAULT, plan_slots};
+PyType_Spec table_spec = {"moesaic_launcher.Table", sizeof(Table), 0, kCallable, table_slots};
+PyType_Spec caller_spec = {"moesaic_launcher.Caller", sizeof(Caller), 0, kCallable, caller_slots};
+
+PyModuleDef module = {PyModuleDef_HEAD_INIT, "moesaic_launcher", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
+
+PyTypeObject* type_from(const char* module_name, const char* name) {
+    const Reference from(PyImport_ImportModule(module_name));
+    return from ? reinterpret_cast<PyTypeObject*>(PyObject_GetAttrString(from.get(), name)) : nullptr;
+}
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit_moesaic_launcher() {
+    tensor_type = type_from("torch", "Tensor");
+    parameter_type = type_from("torch.nn", "Parameter");
+    if (tensor_type == nullptr || parameter_type == nullptr || !find_tensor_offset()) return nullptr;
+    Reference made(PyModule_Create(&module));
+    if (!made) return nullptr;
+    plan_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&plan_spec));
+    table_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&table_spec));
+    auto* const caller_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&caller_spec));
+    for (PyTypeObject* type : {plan_type, table_type, caller_type}) {
+        if (type == nullptr || PyModule_AddType(made.get(), type) != 0) return nullptr;
+    }
+    return made.release();
+}
