@@ -20,6 +20,7 @@ from moesaic.ir.core import Module
 from moesaic.ir.declare import Router
 from moesaic.ir.errors import InputError, InputTypeError, UnsupportedError, suggestion
 from moesaic.ir.types import Affine, DType, TensorType
+from moesaic.runtime import launcher
 from moesaic.runtime.execute import RUNNERS, compiled_kernel
 from moesaic.runtime.program import Executable, Program, program_by_key, program_of
 from moesaic.runtime.reference import TORCH_DTYPES, evaluate
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from moesaic.codegen.resources import Resources
 
 BACKENDS = ("auto", "cuda", "emulate", "reference")
+
+_is_compiling = torch.compiler.is_compiling
 
 _DTYPES = {t: d for d, t in TORCH_DTYPES.items()}
 
@@ -136,6 +139,8 @@ class CompiledLayer:
         self._target = target
         self._asked = backend
         self._declared_dtype = _declared_dtype(declared)
+        self._native: Any = None  # a `Caller` of the native launcher, and the backend that it stands for
+        self._native_backend = ""
         self._ran: str | None = None
         self._last: torch.dtype | None = None
         # By dtype of the logits. Complete from the start, so that torch.compile finds nothing to do but look one up.
@@ -174,6 +179,13 @@ class CompiledLayer:
             InputTypeError: an input is missing, was not declared, or is not a tensor.
             InputError: an input has the wrong shape, dtype or device.
         """
+        if not _is_compiling():  # which torch.compile knows to be false
+            native = self._native
+            if native is not None:
+                result = native(*args, **inputs)
+                if result is not None:
+                    self._ran, self._last = self._native_backend, args[0].dtype
+                    return result
         if not args and "logits" in inputs:
             args = (inputs.pop("logits"),)
         if len(args) != 1:
@@ -204,6 +216,8 @@ class CompiledLayer:
             else:
                 # Nothing to record and nobody watching: the same runner without the dispatcher's cost.
                 outputs = RUNNERS[backend].run(signature.program, "forward", (), tensors)
+                if self._native is None:
+                    self._make_native(backend, logits)
         if logits.dim() == 2:
             return self._result_type(*outputs[: len(signature.has_rows)])
         leading = logits.shape[:-1]
@@ -213,6 +227,27 @@ class CompiledLayer:
                 for o, rows in zip(outputs, signature.has_rows, strict=False)
             )
         )
+
+    def _make_native(self, backend: str, logits: torch.Tensor) -> None:
+        """Has calls on such a device go through the native launcher, if it is there."""
+        variants = []
+        for dtype, handle in self._handles.items():
+            if dtype == torch.float64:  # runs on the reference only
+                continue
+            signature = signature_of(handle)
+            table = RUNNERS[backend].table(signature.program, "forward", ())
+            if table is None:
+                return
+            inputs = tuple(
+                (n, tuple(-1 if isinstance(d, Affine) else d for d in t.shape), torch.empty(0, dtype=TORCH_DTYPES[t.dtype]))
+                for n, t in signature.inputs
+            )
+            variants.append((inputs, signature.has_rows, table))
+        types = launcher.module()
+        assert types is not None
+        followed = backend if self._asked == "auto" else ""  # what MOESAIC_BACKEND may say
+        self._native_backend = backend
+        self._native = types.Caller(logits, followed, self._result_type, tuple(variants))
 
     def warmup(
         self, device: torch.device | str = "cuda", *, dtype: torch.dtype | str | None = None, backward: bool = True
@@ -229,6 +264,8 @@ class CompiledLayer:
         program = self._program(DType.parse(dtype) if dtype is not None else None)
         logits_dtype = TORCH_DTYPES[program.function.arguments[0].type.dtype]
         runner = RUNNERS.get(resolve_backend(self._asked, torch.device(device).type, logits_dtype))
+        if runner is not None:
+            runner.wait_for_native()
         for tokens in (1, runner.few_tokens + 1) if runner is not None else ():  # the reference has nothing to prepare
             self._warm_up(program, tokens, device, backward)
 
