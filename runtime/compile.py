@@ -19,7 +19,7 @@ from moesaic.ir import environment
 from moesaic.ir.core import Module
 from moesaic.ir.declare import Router
 from moesaic.ir.errors import InputError, InputTypeError, UnsupportedError, suggestion
-from moesaic.ir.types import Affine, DType, TensorType
+from moesaic.ir.types import Affine, Dim, DType, TensorType, symbol
 from moesaic.runtime import launcher
 from moesaic.runtime.execute import RUNNERS, compiled_kernel
 from moesaic.runtime.program import Executable, Program, program_by_key, program_of
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 BACKENDS = ("auto", "cuda", "emulate", "reference")
 
+_TOKENS = symbol("T")
 _is_compiling = torch.compiler.is_compiling
 
 _DTYPES = {t: d for d, t in TORCH_DTYPES.items()}
@@ -102,6 +103,11 @@ def signature_of(handle: str) -> Signature:
 @torch.compiler.assume_constant_result
 def has_backward(handle: str) -> bool:
     """Whether a gradient reaches an input. Lowers the program, which the reference must not depend on."""
+    return _has_backward(handle)
+
+
+@functools.cache
+def _has_backward(handle: str) -> bool:
     program = program_by_key(handle)
     return program.backward_function(program.float_results) is not None
 
@@ -239,8 +245,8 @@ class CompiledLayer:
             if table is None:
                 return
             inputs = tuple(
-                (n, tuple(-1 if isinstance(d, Affine) else d for d in t.shape), torch.empty(0, dtype=TORCH_DTYPES[t.dtype]))
-                for n, t in signature.inputs
+                (name, tuple(map(_native_size, declared.shape)), torch.empty(0, dtype=TORCH_DTYPES[declared.dtype]))
+                for name, declared in signature.inputs
             )
             variants.append((inputs, signature.has_rows, table))
         types = launcher.module()
@@ -500,6 +506,13 @@ def _bind(signature: Signature, logits: torch.Tensor, inputs: Mapping[str, torch
     if len(inputs) >= len(tensors):
         _refuse_undeclared(signature, inputs)
     return tensors
+
+
+def _native_size(dim: Dim) -> int:
+    """A dimension for the native launcher: -1 is T; what it does not know becomes a size that no tensor has."""
+    if isinstance(dim, Affine):
+        return -1 if dim == _TOKENS else -2
+    return dim
 
 
 def _refuse_undeclared(signature: Signature, inputs: Mapping[str, torch.Tensor]) -> None:

@@ -77,9 +77,7 @@ class FakeCudaRunner(execute.CudaRunner):
         fake.fake_kernel(kernel.symbol.encode(), len(kernel.arguments))
         return execute._CudaKernel(kernel, 0)
 
-    def enter(
-        self, prepared: execute.Prepared, inputs: Sequence[torch.Tensor], index: int
-    ) -> list[torch.Tensor]:
+    def enter(self, prepared: execute.Prepared, inputs: Sequence[torch.Tensor], index: int) -> list[torch.Tensor]:
         with driver.current(0):
             return prepared.run(inputs, self.stream)
 

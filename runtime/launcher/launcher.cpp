@@ -30,7 +30,7 @@
 #include <utility>
 #include <vector>
 
-// From libtorch_python. The header that declares it takes ten times as long to compile as this file.
+// From libtorch_python. The header that declares it takes three times as long to compile as this file.
 PyObject* THPVariable_Wrap(at::TensorBase&& tensor);
 
 namespace at::detail {
@@ -367,7 +367,7 @@ PyObject* call_table(PyObject* self, PyObject* const* arguments, size_t count, P
 
 struct Declared {
     Reference name;
-    Shape shape;  // -1 for T
+    Shape shape;  // kTokens for T
     at::ScalarType dtype;
 };
 
@@ -469,7 +469,7 @@ PyObject* call_caller(PyObject* self, PyObject* const* arguments, size_t count, 
                 Py_RETURN_NONE;
             }
             for (size_t d = 0; d < sizes.size(); ++d) {
-                if (sizes[d] != (declared.shape[d] < 0 ? tokens : declared.shape[d])) Py_RETURN_NONE;
+                if (sizes[d] != (declared.shape[d] == kTokens ? tokens : declared.shape[d])) Py_RETURN_NONE;
             }
             operand.row_stride = sizes.empty() ? 1 : strides[0];
             operand.rows = sizes.empty() ? 0 : sizes[0];
@@ -754,5 +754,13 @@ PyMODINIT_FUNC PyInit_moesaic_launcher() {
     for (PyTypeObject* type : {plan_type, table_type, caller_type}) {
         if (type == nullptr || PyModule_AddType(made.get(), type) != 0) return nullptr;
     }
+    Reference kinds(PyTuple_New(Py_ssize_t(std::size(kKinds))));
+    if (!kinds) return nullptr;
+    for (size_t i = 0; i < std::size(kKinds); ++i) {
+        PyObject* const name = PyUnicode_FromString(kKinds[i].name);
+        if (name == nullptr) return nullptr;
+        PyTuple_SET_ITEM(kinds.get(), Py_ssize_t(i), name);
+    }
+    if (PyModule_AddObjectRef(made.get(), "ARGUMENT_KINDS", kinds.get()) != 0) return nullptr;
     return made.release();
 }
