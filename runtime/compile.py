@@ -188,10 +188,15 @@ class CompiledLayer:
         if not _is_compiling():  # which torch.compile knows to be false
             native = self._native
             if native is not None:
-                result = native(*args, **inputs)
+                result = native(args, inputs)
                 if result is not None:
                     self._ran, self._last = self._native_backend, args[0].dtype
-                    return result
+                    if type(result) is not list:
+                        return result
+                    handle = self._handles[self._last]
+                    if has_backward(handle):  # inputs, to be recorded by autograd
+                        outputs = record(handle, self._native_backend, result)
+                        return self._result_type(*outputs[: len(self._result_type._fields)])
         if not args and "logits" in inputs:
             args = (inputs.pop("logits"),)
         if len(args) != 1:

@@ -58,7 +58,7 @@ def ready(router: mo.Router, logits: torch.Tensor, others: dict[str, torch.Tenso
     layer = compiled(router)
     with torch.no_grad():
         layer(logits, **others)
-        assert layer._native(logits, **others) is not None
+        assert layer._native((logits,), others) is not None
     fake_cuda.launches()
     return layer
 
@@ -105,11 +105,11 @@ def test_a_call_launches_the_same(
             monkeypatch.setenv("MOESAIC_LAUNCHER", "native")
             layer(logits, **others)
             fake_cuda.launches()
-            result = layer._native(logits, **others)
+            result = layer._native((logits,), others)
             assert type(result) is layer._result_type
             natively = seen([logits, *others.values()], result), shapes(result)
             from_python(monkeypatch)
-            assert layer._native(logits, **others) is None
+            assert layer._native((logits,), others) is None
             expected = layer(logits, **others)
             assert natively == (seen([logits, *others.values()], expected), shapes(expected))
 
@@ -263,7 +263,7 @@ def _odd_calls(logits: torch.Tensor, bias: torch.Tensor) -> dict[str, tuple[tupl
         "subclass": ((logits.as_subclass(_Subclass),), {"bias": bias}),
         "sparse": ((logits.to_sparse(),), {"bias": bias}),
         "negated": ((torch._neg_view(logits),), {"bias": bias}),
-        "needs a gradient": ((logits.clone().requires_grad_(),), {"bias": bias}),
+        "needs a gradient, and leads": ((logits[None].clone().requires_grad_(),), {"bias": bias}),
     }
 
 
@@ -280,7 +280,7 @@ def test_what_is_not_plain_goes_through_python(odd: str, monkeypatch: pytest.Mon
     logits, bias = logits_of(GROUPED, 8), others_of(GROUPED)["bias"]
     layer = ready(GROUPED, logits, {"bias": bias})
     args, inputs = _odd_calls(logits, bias)[odd]
-    assert layer._native(*args, **inputs) is None
+    assert layer._native(args, inputs) is None
     assert fake_cuda.launches() == []
     outcome(layer, args, inputs)  # prepares what is missing
     fake_cuda.launches()
@@ -293,13 +293,13 @@ def test_modes_and_transforms_see_the_call() -> None:
     logits, others = logits_of(GROUPED, 8), others_of(GROUPED)
     native = ready(GROUPED, logits, others)._native
     with _Mode():
-        assert native(logits, **others) is None
+        assert native((logits,), others) is None
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
-        assert native(logits, **others) is None
+        assert native((logits,), others) is None
 
     def refused(x: torch.Tensor) -> torch.Tensor:
-        assert native(x, **others) is None
-        assert native(logits, **others) is None
+        assert native((x,), others) is None
+        assert native((logits,), others) is None
         return x.sum()
 
     torch.func.vmap(refused)(logits[None])
@@ -307,23 +307,25 @@ def test_modes_and_transforms_see_the_call() -> None:
     torch.func.jvp(refused, (logits,), (logits,))
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(logits, torch.ones_like(logits))
-        assert native(dual, **others) is None
-        assert native(logits, bias=forward_ad.make_dual(others["bias"], others["bias"])) is None
-        assert native(logits[:], **others) is not None
-    assert native(torch._to_functional_tensor(logits), **others) is None
-    assert native(logits, **others) is not None
+        assert native((dual,), others) is None
+        assert native((logits,), {"bias": forward_ad.make_dual(others["bias"], others["bias"])}) is None
+        assert native((logits[:],), others) is not None
+    assert native((torch._to_functional_tensor(logits),), others) is None
+    assert native((logits,), others) is not None
 
 
 def test_gradients_are_recorded_where_they_are_needed() -> None:
     router = ROUTERS["softmax"]
     layer = ready(router, logits_of(router, 8), {})
     leaf = torch.nn.Parameter(logits_of(router, 8))
-    assert layer._native(leaf) is None
+    assert [t is leaf for t in layer._native((leaf,), {})] == [True]
+    assert fake_cuda.launches() == []
     assert layer(leaf).weights.requires_grad
+    assert (layer.backend, layer._last) == ("emulate", torch.float32)
     with torch.no_grad():
-        assert not layer._native(leaf).weights.requires_grad
+        assert not layer._native((leaf,), {}).weights.requires_grad
     with torch.inference_mode():
-        result = layer._native(leaf)
+        result = layer._native((leaf,), {})
         assert all(r.is_inference() for r in result)
     floats_of(layer(leaf))[0].sum().backward()
     assert leaf.grad is not None
@@ -335,15 +337,15 @@ def test_the_environment_is_followed_at_once(monkeypatch: pytest.MonkeyPatch) ->
     layer = ready(router, logits, {})
     for text, there in (("", True), ("auto", True), ("native", True), ("python", False), ("other", False)):
         monkeypatch.setenv("MOESAIC_LAUNCHER", text)
-        assert (layer._native(logits) is not None) == there
+        assert (layer._native((logits,), {}) is not None) == there
     monkeypatch.delenv("MOESAIC_LAUNCHER")
     following = launcher.module().Caller(  # type: ignore[union-attr]
         logits, "emulate", layer._result_type, _variants(layer)
     )
     for text, there in (("", True), ("auto", True), ("emulate", True), ("reference", False)):
         monkeypatch.setenv("MOESAIC_BACKEND", text)
-        assert (following(logits) is not None) == there
-        assert layer._native(logits) is not None  # it was compiled for a backend
+        assert (following((logits,), {}) is not None) == there
+        assert layer._native((logits,), {}) is not None  # it was compiled for a backend
 
 
 def _variants(layer: CompiledLayer) -> tuple[Any, ...]:
@@ -357,7 +359,7 @@ def test_out_of_memory_is_torchs_own_error() -> None:
     router = ROUTERS["softmax"]
     layer = ready(router, logits_of(router, 1 << 10), {})
     logits = logits_of(router, 1).expand(1 << 48, 8)
-    assert layer._native(logits) is None
+    assert layer._native((logits,), {}) is None
     with pytest.raises(RuntimeError, match=r"allocate|memory"):
         layer(logits)
     assert fake_cuda.launches() == []
@@ -406,7 +408,7 @@ def test_threads_share_a_layer() -> None:
     def work(n: int) -> None:
         fake_cuda.fake.fake_use_stream(n)
         for _ in range(150):
-            result = layer._native(inputs[n])
+            result = layer._native((inputs[n],), {})
             if result is None or result.indices.shape[0] != n:
                 wrong.append((n, result))
 
@@ -442,11 +444,11 @@ def test_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def work(times: int) -> None:
         for _ in range(times):
-            layer._native(logits, **others)
+            layer._native((logits,), others)
             table(inputs)
         for args, given in misses.values():
             for _ in range(times // 20):
-                layer._native(*args, **given)
+                layer._native(args, given)
 
     objects = [logits, others["bias"], layer._result_type, inputs, None, "bias", torch.float32]
     work(200)
@@ -491,7 +493,7 @@ def test_a_layer_says_what_ran_last() -> None:
         layer(logits_of(router, 8, dtype))
     for dtype in (torch.float32, torch.bfloat16):
         logits = logits_of(router, 8, dtype)
-        assert layer._native(logits) is not None
+        assert layer._native((logits,), {}) is not None
         layer(logits)
         assert (layer.backend, layer._last) == ("emulate", dtype)
 
@@ -500,7 +502,7 @@ def test_warm_up_prepares_native_calls() -> None:
     layer = compiled(mo.Router(6, 2, renormalize=True, name="warm"))
     layer.warmup("cpu", dtype="bf16")
     for tokens in (1, 24, 25, 1000):
-        assert layer._native(torch.randn(tokens, 6, dtype=torch.bfloat16)) is not None
+        assert layer._native((torch.randn(tokens, 6, dtype=torch.bfloat16),), {}) is not None
 
 
 def test_torch_compile_does_not_see_it() -> None:

@@ -99,7 +99,9 @@ def test_launchers_agree_bit_for_bit(
         layer = mo.compile(router)
         with torch.no_grad():
             layer(logits, **others)
-            assert (layer._native is not None and layer._native(logits, **others) is not None) == (launcher == "native")
+            assert (layer._native is not None and layer._native((logits,), others) is not None) == (
+                launcher == "native"
+            )
             plain = layer(logits, **others)
             leading = layer(logits.reshape(1, tokens, 1, -1) if not strided else logits[None], **others)
         found = [

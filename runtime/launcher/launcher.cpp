@@ -4,7 +4,7 @@
 //
 //   Plan    a launch plan with its kernels loaded on one device: allocates, packs, launches
 //   Table   the plans of one function, by device, number of tokens and alignments: called with a list of inputs
-//   Caller  a layer: called as the layer is, checks the inputs, makes the named result
+//   Caller  a layer: called with the layer's arguments, checks them, makes the named result
 //
 // Only the plain case is here. Where anything is not plain, a call gives None and has done nothing: the caller then
 // takes the way through Python, which prepares what is missing or says what is wrong.
@@ -220,63 +220,85 @@ at::TensorBase fresh(const Shape& shape, at::ScalarType dtype, c10::Device devic
                             : at::detail::empty_cpu(shape, dtype);
 }
 
-// Allocates and launches. `operands` has the inputs and room for the buffers; `made` gets the tensors of the buffers.
-Outcome run(const Plan& plan, Operand* operands, int64_t tokens, c10::SmallVectorImpl<at::TensorBase>& made) {
-    int failed_step = -1, code = 0;
+// Gives each buffer its memory: `operands` has the inputs and room for the buffers, `made` gets new tensors.
+void allocate_buffers(const Plan& plan, Operand* operands, int64_t tokens, c10::SmallVectorImpl<at::TensorBase>& made) {
+    made.resize(plan.buffers.size());
+    Shape shape;
+    for (size_t i = 0; i < plan.buffers.size(); ++i) {
+        const Buffer& buffer = plan.buffers[i];
+        Operand& operand = operands[plan.inputs + i];
+        shape.clear();
+        if (buffer.rows == kTokens) shape.push_back(tokens);
+        if (buffer.rows >= 0) shape.push_back(plan.steps[buffer.rows].blocks(tokens));
+        shape.append(buffer.columns.begin(), buffer.columns.end());
+        if (buffer.reuses < 0) {
+            made[i] = fresh(shape, buffer.dtype, plan.device);
+            operand.address = reinterpret_cast<uint64_t>(made[i].unsafeGetTensorImpl()->mutable_data());
+        } else {  // of the same size, see plan-workspace
+            operand.address = operands[buffer.reuses].address;
+        }
+        operand.rows = shape.empty() ? 0 : shape.front();
+        operand.row_stride = 1;
+        for (size_t d = 1; d < shape.size(); ++d) operand.row_stride *= shape[d];
+    }
+}
+
+struct Failure {
+    int step = -1;
+    int code = 0;
     int64_t blocks = 0;
+};
+
+// Launches every step on the current stream of the plan's device.
+Failure launch_steps(const Plan& plan, const Operand* operands, int64_t tokens) {
+    Failure failure;
+    const Context context(plan.driver);
+    void* stream = nullptr;
+    failure.code = context.code;
+    if (failure.code == 0) failure.code = plan.driver.current_stream(plan.device.index(), &stream);
+    if (failure.code != 0) return failure;
+    const Call call{operands, tokens};
+    c10::SmallVector<uint64_t, 32> values;
+    c10::SmallVector<void*, 32> addresses;
+    for (size_t n = 0; n < plan.steps.size(); ++n) {
+        const Step& step = plan.steps[n];
+        const int64_t blocks = step.blocks(tokens);
+        if (blocks == 0) continue;
+        values.clear();
+        for (const Argument& argument : step.arguments) values.push_back(argument.value(call, argument.operand));
+        addresses.clear();
+        for (uint64_t& value : values) addresses.push_back(&value);
+        LaunchConfig config = step.config;
+        config.grid[0] = unsigned(blocks);
+        config.grid[1] = config.grid[2] = 1;
+        config.stream = stream;
+        failure.code = plan.driver.launch(&config, step.function, addresses.data(), nullptr);
+        if (failure.code != 0) {
+            failure.step = int(n);
+            failure.blocks = blocks;
+            return failure;
+        }
+    }
+    return failure;
+}
+
+Outcome run(const Plan& plan, Operand* operands, int64_t tokens, c10::SmallVectorImpl<at::TensorBase>& made) {
+    Failure failure;
+    bool finished = false;
     // As every operator of torch: an allocation may wait for the device, and a launch for room in the stream's queue.
     PyThreadState* const thread = PyEval_SaveThread();
     try {
-        made.resize(plan.buffers.size());
-        Shape shape;
-        for (size_t i = 0; i < plan.buffers.size(); ++i) {
-            const Buffer& buffer = plan.buffers[i];
-            Operand& operand = operands[plan.inputs + i];
-            shape.clear();
-            if (buffer.rows != kNoRows) shape.push_back(buffer.rows == kTokens ? tokens : plan.steps[buffer.rows].blocks(tokens));
-            shape.append(buffer.columns.begin(), buffer.columns.end());
-            if (buffer.reuses < 0) {
-                made[i] = fresh(shape, buffer.dtype, plan.device);
-                operand.address = reinterpret_cast<uint64_t>(made[i].unsafeGetTensorImpl()->mutable_data());
-            } else {  // of the same size, see plan-workspace
-                operand.address = operands[buffer.reuses].address;
-            }
-            operand.rows = shape.empty() ? 0 : shape.front();
-            operand.row_stride = 1;
-            for (size_t d = 1; d < shape.size(); ++d) operand.row_stride *= shape[d];
-        }
+        allocate_buffers(plan, operands, tokens, made);
+        failure = launch_steps(plan, operands, tokens);
+        finished = true;
     } catch (const std::exception&) {
         // Out of memory, most likely. Python tries once more, and raises what torch raises.
-        PyEval_RestoreThread(thread);
-        return Outcome::kNotPlain;
-    }
-    {
-        const Call call{operands, tokens};
-        void* stream = nullptr;
-        const Context context(plan.driver);
-        code = context.code;
-        if (code == 0) code = plan.driver.current_stream(plan.device.index(), &stream);
-        c10::SmallVector<uint64_t, 32> values;
-        c10::SmallVector<void*, 32> addresses;
-        for (size_t n = 0; code == 0 && n < plan.steps.size(); ++n) {
-            const Step& step = plan.steps[n];
-            blocks = step.blocks(tokens);
-            if (blocks == 0) continue;
-            values.clear();
-            for (const Argument& argument : step.arguments) values.push_back(argument.value(call, argument.operand));
-            addresses.clear();
-            for (uint64_t& value : values) addresses.push_back(&value);
-            LaunchConfig config = step.config;
-            config.grid[0] = unsigned(blocks);
-            config.grid[1] = config.grid[2] = 1;
-            config.stream = stream;
-            code = plan.driver.launch(&config, step.function, addresses.data(), nullptr);
-            if (code != 0) failed_step = int(n);
-        }
     }
     PyEval_RestoreThread(thread);
-    if (code == 0) return Outcome::kDone;
-    Py_XDECREF(PyObject_CallFunction(plan.failed.get(), "iiL", failed_step, code, static_cast<long long>(blocks)));
+    if (!finished) return Outcome::kNotPlain;
+    if (failure.code == 0) return Outcome::kDone;
+    Py_XDECREF(PyObject_CallFunction(plan.failed.get(), "iiL", failure.step, failure.code,
+                                     static_cast<long long>(failure.blocks)));
     return Outcome::kRaised;
 }
 
@@ -415,95 +437,140 @@ const Variant* variant_for(const Caller& caller, at::ScalarType dtype) {
     return nullptr;
 }
 
-// The input of that name among those given by name; null if it is not there.
-PyObject* named(PyObject* names, PyObject* const* values, PyObject* name) {
-    const Py_ssize_t count = PyTuple_GET_SIZE(names);
-    for (Py_ssize_t i = 0; i < count; ++i) {
-        if (PyTuple_GET_ITEM(names, i) == name) return values[i];  // almost always: names are interned
+PyObject* list_of(c10::ArrayRef<PyObject*> objects) {
+    PyObject* const list = PyList_New(Py_ssize_t(objects.size()));
+    for (size_t i = 0; list != nullptr && i < objects.size(); ++i) {
+        PyList_SET_ITEM(list, Py_ssize_t(i), Py_NewRef(objects[i]));
     }
-    for (Py_ssize_t i = 0; i < count; ++i) {
-        if (PyUnicode_Compare(PyTuple_GET_ITEM(names, i), name) == 0) return values[i];
-    }
-    return nullptr;
+    return list;
 }
 
+// The inputs of a call, in the order of the function's.
+struct Bound {
+    const Variant* variant = nullptr;
+    c10::SmallVector<PyObject*, 8> objects;
+    c10::SmallVector<Operand, 16> operands;
+    c10::SmallVector<uint8_t, 8> alignments;
+    c10::Device device = c10::kCPU;
+    int64_t tokens = 0;
+    Shape leading;  // dimensions of the logits before the last, where they are not T alone
+    bool is_matrix = true;
+    bool needs_gradient = false;
+};
+
+// The logits' rows: all dimensions but the last count tokens.
+bool bind_logits(const c10::TensorImpl& logits, int64_t columns, Bound& bound) {
+    const auto sizes = logits.sizes(), strides = logits.strides();
+    if (sizes.empty() || sizes.back() != columns || !rows_are_dense(sizes, strides)) return false;
+    bound.device = logits.device();
+    bound.is_matrix = sizes.size() == 2;
+    if (!bound.is_matrix) {
+        if (!logits.is_contiguous()) return false;  // rows may not be evenly spaced
+        bound.leading.assign(sizes.begin(), sizes.end() - 1);
+    }
+    bound.tokens = bound.is_matrix ? sizes[0] : logits.numel() / columns;
+    bound.operands[0].rows = bound.tokens;
+    bound.operands[0].row_stride = bound.is_matrix ? strides[0] : columns;
+    return true;
+}
+
+bool bind_other(const c10::TensorImpl& tensor, const Declared& declared, const Bound& bound, Operand& operand) {
+    const auto sizes = tensor.sizes(), strides = tensor.strides();
+    if (tensor.device() != bound.device || tensor.dtype().toScalarType() != declared.dtype ||
+        sizes.size() != declared.shape.size() || !rows_are_dense(sizes, strides)) {
+        return false;
+    }
+    for (size_t d = 0; d < sizes.size(); ++d) {
+        if (sizes[d] != (declared.shape[d] == kTokens ? bound.tokens : declared.shape[d])) return false;
+    }
+    operand.rows = sizes.empty() ? 0 : sizes[0];
+    operand.row_stride = sizes.empty() ? 1 : strides[0];
+    return true;
+}
+
+// Whether the call is plain, hence bound.
+bool bind(const Caller& caller, PyObject* positional, PyObject* by_name, Bound& bound) {
+    if (PyTuple_GET_SIZE(positional) != 1) return false;
+    PyObject* const first = PyTuple_GET_ITEM(positional, 0);
+    const c10::TensorImpl* const logits = plain_tensor(caller, first);
+    if (logits == nullptr) return false;
+    bound.variant = variant_for(caller, logits->dtype().toScalarType());
+    if (bound.variant == nullptr) return false;
+    const size_t count = bound.variant->inputs.size();
+    if (size_t(PyDict_GET_SIZE(by_name)) != count - 1) return false;
+    bound.objects.resize(count);
+    bound.operands.resize(count);
+    bound.alignments.resize(count);
+    for (size_t i = 0; i < count; ++i) {
+        const Declared& declared = bound.variant->inputs[i];
+        PyObject* const object = i == 0 ? first : PyDict_GetItemWithError(by_name, declared.name.get());
+        const c10::TensorImpl* const tensor = object == nullptr ? nullptr : plain_tensor(caller, object);
+        if (tensor == nullptr) return false;
+        Operand& operand = bound.operands[i];
+        const bool fits = i == 0 ? bind_logits(*tensor, declared.shape[1], bound)
+                                 : bind_other(*tensor, declared, bound, operand);
+        if (!fits) return false;
+        operand.address = reinterpret_cast<uint64_t>(tensor->data());
+        const bool has_rows = declared.shape.size() == 2;
+        bound.alignments[i] = alignment_of(operand, has_rows, has_rows ? declared.shape[1] : 1, tensor->itemsize());
+        bound.objects[i] = object;
+        bound.needs_gradient |= tensor->requires_grad();
+    }
+    return true;
+}
+
+// A new result of rows takes the leading dimensions of the logits in place of T.
+void give_leading(const Shape& leading, const Buffer& buffer, at::TensorBase& result) {
+    Shape shape(leading);
+    shape.append(buffer.columns.begin(), buffer.columns.end());
+    result.unsafeGetTensorImpl()->set_sizes_contiguous(shape);
+}
+
+// The result, for the positional and the named arguments of a call, as a tuple and a dict. Where autograd has to record
+// the call, a list of the inputs in order instead, checked.
 PyObject* call_caller(PyObject* self, PyObject* const* arguments, size_t count, PyObject* names) {
     const auto& caller = *reinterpret_cast<Caller*>(self);
-    if (PyVectorcall_NARGS(count) != 1 || !is_allowed()) Py_RETURN_NONE;
+    if (PyVectorcall_NARGS(count) != 2 || names != nullptr || !PyTuple_Check(arguments[0]) ||
+        !PyDict_Check(arguments[1])) {
+        PyErr_SetString(PyExc_TypeError, "a caller takes a tuple and a dict");
+        return nullptr;
+    }
+    if (!is_allowed()) Py_RETURN_NONE;
     if (!caller.backend.empty() && !is_one_of("MOESAIC_BACKEND", "auto", caller.backend.c_str())) Py_RETURN_NONE;
     // Modes and transforms (fake tensors, tracing, vmap, grad) add keys that every operator has to pass.
     const auto included = c10::impl::tls_local_dispatch_key_set().included_;
     if (!(included - c10::default_included_set).empty()) Py_RETURN_NONE;
-
-    const c10::TensorImpl* const logits = plain_tensor(caller, arguments[0]);
-    if (logits == nullptr) Py_RETURN_NONE;
-    const Variant* const variant = variant_for(caller, logits->dtype().toScalarType());
-    if (variant == nullptr) Py_RETURN_NONE;
-    const size_t given = variant->inputs.size();
-    if (size_t(names == nullptr ? 0 : PyTuple_GET_SIZE(names)) != given - 1) Py_RETURN_NONE;
-
-    const bool recording = c10::GradMode::is_enabled();
-    c10::SmallVector<PyObject*, 8> objects(given);
-    c10::SmallVector<Operand, 16> operands(given);
-    c10::SmallVector<uint8_t, 8> alignments(given);
-    const auto logits_sizes = logits->sizes();
-    int64_t tokens = 0;
-    for (size_t i = 0; i < given; ++i) {
-        const Declared& declared = variant->inputs[i];
-        PyObject* const object = i == 0 ? arguments[0] : named(names, arguments + 1, declared.name.get());
-        const c10::TensorImpl* const tensor = i == 0 ? logits : object == nullptr ? nullptr : plain_tensor(caller, object);
-        if (tensor == nullptr || (recording && tensor->requires_grad())) Py_RETURN_NONE;
-        const auto sizes = tensor->sizes(), strides = tensor->strides();
-        Operand& operand = operands[i];
-        if (i == 0) {
-            const int64_t columns = declared.shape[1];
-            if (sizes.empty() || sizes.back() != columns || !rows_are_dense(sizes, strides)) Py_RETURN_NONE;
-            const bool is_matrix = sizes.size() == 2;
-            if (!is_matrix && !tensor->is_contiguous()) Py_RETURN_NONE;  // rows may not be evenly spaced
-            tokens = is_matrix ? sizes[0] : tensor->numel() / columns;
-            operand.row_stride = is_matrix ? strides[0] : columns;
-            operand.rows = tokens;
-        } else {
-            if (tensor->device() != logits->device() || tensor->dtype().toScalarType() != declared.dtype ||
-                sizes.size() != declared.shape.size() || !rows_are_dense(sizes, strides)) {
-                Py_RETURN_NONE;
-            }
-            for (size_t d = 0; d < sizes.size(); ++d) {
-                if (sizes[d] != (declared.shape[d] == kTokens ? tokens : declared.shape[d])) Py_RETURN_NONE;
-            }
-            operand.row_stride = sizes.empty() ? 1 : strides[0];
-            operand.rows = sizes.empty() ? 0 : sizes[0];
-        }
-        operand.address = reinterpret_cast<uint64_t>(tensor->data());
-        const bool has_rows = declared.shape.size() == 2;
-        alignments[i] = alignment_of(operand, has_rows, has_rows ? declared.shape[1] : 1, tensor->itemsize());
-        objects[i] = object;
+    Bound bound;
+    try {
+        if (!bind(caller, arguments[0], arguments[1], bound)) Py_RETURN_NONE;
+    } catch (const std::exception&) {  // sizes or memory that a tensor of this kind does not have
+        Py_RETURN_NONE;
     }
-    const auto& table = *reinterpret_cast<const Table*>(variant->table.get());
-    const Plan* const plan = find(table, logits->device().index(), tokens, alignments);
-    const bool reshapes = logits_sizes.size() != 2;
-    if (plan == nullptr || (reshapes && plan->passes_inputs_on)) Py_RETURN_NONE;
+    if (bound.needs_gradient && c10::GradMode::is_enabled()) {
+        return bound.is_matrix ? list_of(bound.objects) : Py_NewRef(Py_None);
+    }
+    const auto& table = *reinterpret_cast<const Table*>(bound.variant->table.get());
+    const Plan* const plan = find(table, bound.device.index(), bound.tokens, bound.alignments);
+    if (plan == nullptr || (!bound.is_matrix && plan->passes_inputs_on)) Py_RETURN_NONE;
     const Reference kept = Reference::to(reinterpret_cast<PyObject*>(const_cast<Plan*>(plan)));
-    operands.resize(given + plan->buffers.size());
+    bound.operands.resize(bound.objects.size() + plan->buffers.size());
     c10::SmallVector<at::TensorBase, 8> made;
-    switch (run(*plan, operands.data(), tokens, made)) {
+    switch (run(*plan, bound.operands.data(), bound.tokens, made)) {
         case Outcome::kNotPlain: Py_RETURN_NONE;
         case Outcome::kRaised: return nullptr;
         case Outcome::kDone: break;
     }
     auto* const type = reinterpret_cast<PyTypeObject*>(caller.result_type.get());
-    Reference result(type->tp_alloc(type, Py_ssize_t(variant->has_rows.size())));  // a tuple with names
+    const auto& has_rows = bound.variant->has_rows;
+    Reference result(type->tp_alloc(type, Py_ssize_t(has_rows.size())));  // a tuple with names
     if (!result) return nullptr;
-    for (size_t i = 0; i < variant->has_rows.size(); ++i) {
+    for (size_t i = 0; i < has_rows.size(); ++i) {
         const int number = plan->results[i];
-        if (reshapes && variant->has_rows[i]) {
-            c10::TensorImpl* const tensor = made[number - plan->inputs].unsafeGetTensorImpl();
-            Shape shape(logits_sizes.begin(), logits_sizes.end() - 1);
-            const auto rest = tensor->sizes().slice(1);
-            shape.append(rest.begin(), rest.end());
-            tensor->set_sizes_contiguous(shape);
+        if (!bound.is_matrix && has_rows[i]) {
+            const int buffer = number - plan->inputs;
+            give_leading(bound.leading, plan->buffers[buffer], made[buffer]);
         }
-        PyObject* const item = wrap(*plan, number, objects.data(), made);
+        PyObject* const item = wrap(*plan, number, bound.objects.data(), made);
         if (item == nullptr) return nullptr;
         PyTuple_SET_ITEM(result.get(), Py_ssize_t(i), item);
     }
@@ -733,7 +800,7 @@ PyType_Spec plan_spec = {"moesaic_launcher.Plan", sizeof(Plan), 0, Py_TPFLAGS_DE
 PyType_Spec table_spec = {"moesaic_launcher.Table", sizeof(Table), 0, kCallable, table_slots};
 PyType_Spec caller_spec = {"moesaic_launcher.Caller", sizeof(Caller), 0, kCallable, caller_slots};
 
-PyModuleDef module = {PyModuleDef_HEAD_INIT, "moesaic_launcher", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
+PyModuleDef module = {PyModuleDef_HEAD_INIT, "moesaic_launcher", nullptr, -1, {}, {}, {}, {}, {}};
 
 PyTypeObject* type_from(const char* module_name, const char* name) {
     const Reference from(PyImport_ImportModule(module_name));
