@@ -222,12 +222,13 @@ class CompiledLayer:
             _refuse_transforms(tensors)
             if _must_dispatch(tensors) or (recorded and not training):
                 outputs = torch.ops.moesaic.forward(handle, backend, training, tensors)
-            elif training:
-                outputs = record(handle, backend, tensors)
             else:
-                # Nothing to record and nobody watching: the same runner without the dispatcher's cost.
-                outputs = RUNNERS[backend].run(signature.program, "forward", (), tensors)
-                if self._native is None:
+                # Nobody watching: the same runner without the dispatcher's cost.
+                if training:
+                    outputs = record(handle, backend, tensors)
+                else:
+                    outputs = RUNNERS[backend].run(signature.program, "forward", (), tensors)
+                if self._native is None and launcher.is_built():
                     self._make_native(backend, logits)
         if logits.dim() == 2:
             return self._result_type(*outputs[: len(signature.has_rows)])
@@ -240,7 +241,7 @@ class CompiledLayer:
         )
 
     def _make_native(self, backend: str, logits: torch.Tensor) -> None:
-        """Has calls on such a device go through the native launcher, if it is there."""
+        """Has calls on such a device go through the native launcher, if the backend does."""
         variants = []
         for dtype, handle in self._handles.items():
             if dtype == torch.float64:  # runs on the reference only
@@ -250,7 +251,11 @@ class CompiledLayer:
             if table is None:
                 return
             inputs = tuple(
-                (name, tuple(map(_native_size, declared.shape)), torch.empty(0, dtype=TORCH_DTYPES[declared.dtype]))
+                (
+                    name,
+                    tuple(map(_native_size, declared.shape)),
+                    torch.empty(0, dtype=TORCH_DTYPES[declared.dtype], device="cpu"),
+                )
                 for name, declared in signature.inputs
             )
             variants.append((inputs, signature.has_rows, table))

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch_calls import ROUTERS, floats_of, handle_of, logits_of, others_of
+from torch_calls import ROUTERS, floats_of, handle_of, leaves, logits_of, others_of
 
 import moesaic as mo
 from moesaic.codegen.kernel import Argument, GeneratedKernel
@@ -176,6 +176,25 @@ def _both(
     return expected
 
 
+@routers
+def test_a_training_step_launches_the_same_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    router = ROUTERS[name]
+    layer = ready(router, logits_of(router, 97), others_of(router))
+    given = leaves({"logits": logits_of(router, 97), **others_of(router)})
+    learned = [t for t in given.values() if t.requires_grad]
+    found = []
+    for choice in ("native", "native", "python"):  # the first prepares
+        monkeypatch.setenv("MOESAIC_LAUNCHER", choice)
+        fake_cuda.launches()
+        result = layer(given["logits"], **{n: t for n, t in given.items() if n != "logits"})
+        floats = floats_of(result)
+        gradients = torch.autograd.grad(floats, learned, [torch.ones_like(f) for f in floats])
+        made = [(launch.kernel, launch.stream, launch.grid, launch.block) for launch in fake_cuda.launches()]
+        found.append((made, shapes(result), shapes(gradients), type(result), type(result[0].grad_fn).__name__))
+    assert found[1] == found[2]
+    assert len(found[1][0]) > 1
+
+
 def test_slots_grids_and_every_kind_of_argument(native: Any) -> None:
     """A plan made by hand, with what no router has today: memory taken over, results that are inputs, many kinds."""
     tokens, blocks = symbol("T"), symbol("B")
@@ -329,6 +348,14 @@ def test_gradients_are_recorded_where_they_are_needed() -> None:
         assert all(r.is_inference() for r in result)
     floats_of(layer(leaf))[0].sum().backward()
     assert leaf.grad is not None
+
+
+def test_a_layer_that_only_trains_is_native_too() -> None:
+    router = ROUTERS["softmax"]
+    layer = compiled(router)
+    leaf = logits_of(router, 8).requires_grad_()
+    layer(leaf)
+    assert type(layer._native((leaf,), {})) is list
 
 
 def test_the_environment_is_followed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,11 @@ def module() -> ModuleType | None:
     return None
 
 
+def is_built() -> bool:
+    """Whether `module` gives it."""
+    return _module is not None
+
+
 def wait() -> ModuleType | None:
     """As `module`, after the build has ended.
 

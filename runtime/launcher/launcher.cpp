@@ -403,7 +403,6 @@ struct Variant {
 struct Caller {
     PyObject_HEAD
     vectorcallfunc call;
-    c10::DeviceType device_type = c10::kCPU;
     c10::DispatchKeySet plain_keys;
     std::string backend;  // what MOESAIC_BACKEND may say; empty if it does not matter
     Reference result_type;
@@ -762,7 +761,6 @@ PyObject* new_caller(PyTypeObject* type, PyObject* arguments, PyObject*) {
     if (caller == nullptr) return nullptr;
     Reference owner(reinterpret_cast<PyObject*>(caller));
     caller->call = call_caller;
-    caller->device_type = tensor->device().type();
     const bool cuda = tensor->device().is_cuda();
     caller->plain_keys = c10::DispatchKeySet(cuda ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU) |
                          c10::DispatchKeySet(cuda ? c10::DispatchKey::AutocastCUDA : c10::DispatchKey::AutocastCPU) |
