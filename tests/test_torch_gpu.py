@@ -103,7 +103,7 @@ def test_launchers_agree_bit_for_bit(
                 launcher == "native"
             )
             plain = layer(logits, **others)
-            leading = layer(logits.reshape(1, tokens, 1, -1) if not strided else logits[None], **others)
+            leading = layer(logits[None, :, None], **others)
         found = [
             *step(layer, logits, others),
             *plain,

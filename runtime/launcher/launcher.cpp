@@ -578,8 +578,8 @@ PyObject* call_caller(PyObject* self, PyObject* const* arguments, size_t count, 
 
 // From Python ---------------------------------------------------------------------------------------------------------
 
-// Descriptions come from our own Python, as tuples. What does not fit raises a Python error, which `None` and `false`
-// below stand for.
+// Descriptions come from our own Python, as tuples. What does not fit leaves a Python error behind, for which `false`
+// and null stand.
 
 bool integers(PyObject* tuple, std::vector<int64_t>& found) {
     if (!PyTuple_Check(tuple)) return PyErr_Format(PyExc_TypeError, "expected a tuple, found %R", tuple), false;
