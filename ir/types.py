@@ -193,6 +193,12 @@ class TensorType:
     def rank(self) -> int:
         return len(self.shape)
 
+    @property
+    def leading(self) -> str:
+        """The symbol of the first dimension: ``T`` for tokens, ``N`` for sequences; empty if that is a number."""
+        first = self.shape[0] if self.shape else 0
+        return first.terms[0][0] if isinstance(first, Affine) else ""
+
     def with_dtype(self, dtype: DType) -> TensorType:
         return TensorType(self.shape, dtype)
 

@@ -8,6 +8,9 @@ Elementwise arithmetic commutes with gather and scatter, so both move to where t
   all, since each lane holds its x and knows which of its experts were picked.
 
 Both sides evaluate the same float32 expression on the same numbers, so no result changes.
+
+Picks may be -1, where a gather is 0 and the expression may be something else, which a select puts right. Picks that are
+given may repeat, so that what is scattered adds up, which is no expression over the rows: such a scatter stays.
 """
 
 from __future__ import annotations
@@ -44,12 +47,14 @@ def sink_block(block: Block) -> bool:
                 value = at_picks(op.x, op.indices)
                 if value.type.shape != op.y.type.shape:  # the same number for every pick of a token
                     value = create_one("math.broadcast", value, op.indices)
-            if isinstance(value, OpResult) and isinstance(value.op, row.Gather) and value.op.x is op.x:
-                block.ops.remove(value.op)  # nothing to sink: the same gather again
-                continue
+                if isinstance(value, OpResult) and isinstance(value.op, row.Gather) and value.op.x is op.x:
+                    block.ops.remove(value.op)  # nothing to sink: the same gather again
+                    continue
+                if row.may_be_away(op.indices):
+                    value = math.select(create_one("math.less", op.indices, 0.0), 0.0, value)
             replace_op(block, op, [value])
             changed = True
-        elif isinstance(op, row.Scatter):
+        elif isinstance(op, row.Scatter) and not row.are_given(op.indices):
             with inserting_before(block, op):
                 start = len(block.ops)
                 dense = _Spread(op).value(op.x)
@@ -78,7 +83,7 @@ def at_picks(x: Value, indices: Value, *, use_values: bool = True) -> Value:
         return x
     if isinstance(x, OpResult):
         op = x.op
-        if isinstance(op, row.Scatter) and op.indices is indices:
+        if isinstance(op, row.Scatter) and op.indices is indices and not row.are_given(indices):
             return op.x
         if isinstance(op, math.Broadcast):
             return create_one("math.broadcast", moved(op.x), indices)

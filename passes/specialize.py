@@ -13,6 +13,7 @@ from typing import ClassVar
 from moesaic.ir.core import Block, BlockArgument, Module, Value
 from moesaic.ir.errors import UnsupportedError, UsageError, suggestion
 from moesaic.ir.ops import col, row
+from moesaic.ir.ops.kernel import segments_of
 from moesaic.ir.ops.launch import Kernel
 from moesaic.ir.types import DType
 from moesaic.passes.manager import Pass, PassContext
@@ -117,11 +118,11 @@ class Specialize(Pass):
         if limits:
             in_lanes = all(_groups_in_lanes(o, experts, vec, lanes) for o in limits)
             select["groups"] = "lanes" if in_lanes else "shared"
-        columns = [o for o in op.region.ops if isinstance(o, col.Count | col.Sum)]
+        columns = [o for o in op.region.ops if isinstance(o, col.ColumnReduction)]
         threads = self.threads or (64 if self.tokens == "few" else 256 if columns and not grouped else 128)
         per_token = _shared_bytes_per_token(op.region, experts, chunks * vec, select)
         fixed = sum(4 * experts for o in columns if isinstance(o, col.Count))
-        per_warp = 4 * experts if any(isinstance(o, col.Sum) for o in columns) else 0
+        per_warp = sum(4 * _columns(o.x) for o in columns if isinstance(o, col.Sum))
         while threads > 32 and fixed + per_warp * threads // 32 + per_token * threads // lanes > _SHARED_LIMIT:
             threads //= 2
         alignment = [aligned.get(v, 16) for v in op.operands[: op.reads]]
@@ -129,13 +130,14 @@ class Specialize(Pass):
         dense = any(layouts[v].kind == "experts" for v in op.region.terminator.operands if v in layouts)
         rows = [a for a in op.region.arguments if layouts[a].kind == "experts"]
         wanted = dense and len(rows) == 1 and experts >= _PREFETCH_EXPERTS and not wide and self.tokens == "many"
+        wanted = wanted and not segments_of(op.region)  # the next token of a sequence may lie far away
         bounded = grouped and threads == 128 and experts <= 256
         prefetch = self.prefetch or ("on" if wanted else "off")
         return {
             "lanes": str(lanes),
             "vec": str(vec),
             "threads": str(threads),
-            "grid": "persistent" if columns or prefetch == "on" else "cover",
+            "grid": "persistent" if columns or segments_of(op.region) or prefetch == "on" else "cover",
             "prefetch": prefetch,
             "resident": str(self.resident or (_RESIDENT_WITH_GROUPS if bounded else 1)),
             **select,
@@ -152,6 +154,12 @@ def _width(region: Block, layouts: dict[Value, Layout]) -> int:
 def _vector(experts: int, region: Block, layouts: dict[Value, Layout]) -> int:
     """Columns in one chunk: what 16 bytes of the narrowest row hold, as far as E divides."""
     return python_math.gcd(experts, 16 // _width(region, layouts))
+
+
+def _columns(rows: Value) -> int:
+    columns = rows.type.shape[-1]
+    assert isinstance(columns, int)
+    return columns
 
 
 def _power_of_two(n: int) -> int:

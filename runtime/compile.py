@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from moesaic.codegen.kernel import GeneratedKernel
 from moesaic.codegen.target import Target
 from moesaic.ir import environment
-from moesaic.ir.core import Module
+from moesaic.ir.core import Function, Module
 from moesaic.ir.declare import Router
 from moesaic.ir.errors import InputError, InputTypeError, UnsupportedError, suggestion
 from moesaic.ir.types import Affine, Dim, DType, TensorType, symbol
@@ -72,6 +72,8 @@ class Signature:
     inputs: tuple[tuple[str, TensorType], ...]
     columns: int
     has_rows: tuple[bool, ...]
+    segments: str
+    """How the tokens of sequences lie in the logits, if anything is computed by sequence; else empty."""
 
 
 _signatures: dict[str, Signature] = {}
@@ -95,9 +97,17 @@ def signature_of(handle: str) -> Signature:
             program=program,
             inputs=tuple((a.name, a.type) for a in function.arguments),
             columns=columns,
-            has_rows=tuple(bool(t.rank) and isinstance(t.shape[0], Affine) for t in function.result_types),
+            has_rows=tuple(t.leading == "T" for t in function.result_types),
+            segments=_segments(function),
         )
     return found
+
+
+def _segments(function: Function) -> str:
+    found = {str(op.attributes["segments"]) for op in function.body.ops if op.attributes.get("segments")}
+    if len(found) > 1:
+        raise InputError(f"@{function.name} computes by sequence in two orders of tokens: {', '.join(sorted(found))}")
+    return found.pop() if found else ""
 
 
 @torch.compiler.assume_constant_result
@@ -137,7 +147,12 @@ class CompiledLayer:
     """A layer that runs on tensors.
 
     Call it with the logits [T, E] (leading dimensions are kept) and the declared inputs by name. The result unpacks in
-    declared order and has a field for each output. Gradients flow to every input they reach.
+    declared order and has a field for each output, and after them ``losses``, a mapping, if any are declared. Gradients
+    flow to every input they reach.
+
+    A router also takes ``token_mask``, bool, in the shape of the logits without experts: tokens where it is false get
+    indices -1 and weights 0, and have no share in counts, losses or gradients. Losses by sequence need logits of three
+    dimensions, [N, S, E] or [S, N, E] as declared.
     """
 
     def __init__(self, declared: Router | Module, target: Target | None, backend: str) -> None:
@@ -153,8 +168,15 @@ class CompiledLayer:
         self._handles: dict[torch.dtype, str] = {
             TORCH_DTYPES[dtype]: _program_for(declared, dtype).key for dtype in self._dtypes()
         }
+        self._masked_handles: dict[torch.dtype, str] = {}
+        self._losses: tuple[str, ...] = ()
+        if isinstance(declared, Router):
+            self._masked_handles = {
+                TORCH_DTYPES[dtype]: _program_for(declared, dtype, masked=True).key for dtype in self._dtypes()
+            }
+            self._losses = tuple(declared.losses)
         names = declared.outputs if isinstance(declared, Router) else tuple(declared.entry.result_names)
-        self._result_type = _result_type(names)
+        self._result_type = _result_type((*names, "losses") if self._losses else names)
 
     def _dtypes(self) -> list[DType]:
         declared = self._declared_dtype
@@ -193,7 +215,7 @@ class CompiledLayer:
                     self._ran, self._last = self._native_backend, args[0].dtype
                     if type(result) is not list:
                         return result
-                    handle = self._handles[self._last]
+                    handle = (self._masked_handles if "token_mask" in inputs else self._handles)[self._last]
                     if has_backward(handle):  # inputs, to be recorded by autograd
                         outputs = record(handle, self._native_backend, result)
                         return self._result_type(*outputs[: len(self._result_type._fields)])
@@ -204,7 +226,13 @@ class CompiledLayer:
         logits = args[0]
         if not isinstance(logits, torch.Tensor):
             raise InputTypeError(f"logits must be a tensor, found {type(logits).__name__}")
-        handle = self._handles.get(logits.dtype)
+        handles = self._handles
+        if self._masked_handles and "token_mask" in inputs:
+            if inputs["token_mask"] is None:
+                del inputs["token_mask"]
+            else:
+                handles = self._masked_handles
+        handle = handles.get(logits.dtype)
         if handle is None:
             handle = self._other_dtype(logits.dtype)
         signature = signature_of(handle)
@@ -228,22 +256,25 @@ class CompiledLayer:
                     outputs = record(handle, backend, tensors)
                 else:
                     outputs = RUNNERS[backend].run(signature.program, "forward", (), tensors)
-                if self._native is None and launcher.is_built():
+                if self._native is None and launcher.is_built() and not self._losses:
                     self._make_native(backend, logits)
         if logits.dim() == 2:
-            return self._result_type(*outputs[: len(signature.has_rows)])
-        leading = logits.shape[:-1]
-        return self._result_type(
-            *(
+            results = outputs[: len(signature.has_rows)]
+        else:
+            leading = logits.shape[:-1]
+            results = [
                 o.reshape(*leading, *o.shape[1:]) if rows else o
                 for o, rows in zip(outputs, signature.has_rows, strict=False)
-            )
-        )
+            ]
+        if not self._losses:
+            return self._result_type(*results)
+        first = len(results) - len(self._losses)
+        return self._result_type(*results[:first], dict(zip(self._losses, results[first:], strict=True)))
 
     def _make_native(self, backend: str, logits: torch.Tensor) -> None:
         """Has calls on such a device go through the native launcher, if the backend does."""
         variants = []
-        for dtype, handle in self._handles.items():
+        for dtype, handle in (*self._handles.items(), *self._masked_handles.items()):
             if dtype == torch.float64:  # runs on the reference only
                 continue
             signature = signature_of(handle)
@@ -266,7 +297,12 @@ class CompiledLayer:
         self._native = types.Caller(logits, followed, self._result_type, tuple(variants))
 
     def warmup(
-        self, device: torch.device | str = "cuda", *, dtype: torch.dtype | str | None = None, backward: bool = True
+        self,
+        device: torch.device | str = "cuda",
+        *,
+        dtype: torch.dtype | str | None = None,
+        backward: bool = True,
+        token_mask: bool = False,
     ) -> None:
         """Lowers, compiles and loads everything a call needs, for contiguous inputs on a device, whatever T.
 
@@ -276,8 +312,9 @@ class CompiledLayer:
             device: where the layer will run.
             dtype: of the logits; needed if the layer was declared without one.
             backward: also prepare the backward functions: with a cotangent for every float result, and for each alone.
+            token_mask: prepare calls with a token mask, which run other kernels, instead of calls without.
         """
-        program = self._program(DType.parse(dtype) if dtype is not None else None)
+        program = self._program(DType.parse(dtype) if dtype is not None else None, masked=token_mask)
         logits_dtype = TORCH_DTYPES[program.function.arguments[0].type.dtype]
         runner = RUNNERS.get(resolve_backend(self._asked, torch.device(device).type, logits_dtype))
         if runner is not None:
@@ -289,19 +326,25 @@ class CompiledLayer:
         """Calls the layer on zeros, forward and backward, so that everything it needs is there."""
         made = {}
         for argument in program.function.arguments:
+            if argument.type.leading == "N":
+                continue  # comes from the shape of the logits
             shape = [tokens if isinstance(d, Affine) else d for d in argument.type.shape]
             made[argument.name] = torch.zeros(shape, dtype=TORCH_DTYPES[argument.type.dtype], device=device)
         first, *rest = made.items()
+        if signature_of(program.key).segments:
+            first = (first[0], first[1].unsqueeze(0))
+            rest = [(n, t.unsqueeze(0) if t.dim() == 2 else t) for n, t in rest]
         with torch.no_grad():
             self(first[1], **dict(rest))
         if not backward:
             return
-        for tensor in made.values():
+        for tensor in (first[1], *dict(rest).values()):
             if tensor.dtype.is_floating_point:
                 tensor.requires_grad_()
         with torch.enable_grad():
             result = self(first[1], **dict(rest))
-        floats = [r for r in result if r.requires_grad]
+        every = [*result[:-1], *result[-1].values()] if self._losses else result
+        floats = [r for r in every if r.requires_grad]
         for used in [floats, *([r] for r in floats if len(floats) > 1)]:
             if used:
                 torch.autograd.backward(used, [torch.zeros_like(r) for r in used], retain_graph=True)
@@ -318,10 +361,10 @@ class CompiledLayer:
             f"with dtype={found!r} or without a dtype"
         )
 
-    def _program(self, dtype: DType | None = None) -> Program:
+    def _program(self, dtype: DType | None = None, *, masked: bool = False) -> Program:
         """The program to look at: of the dtype given, declared, called with last, or float32."""
         last = _DTYPES[self._last] if self._last is not None else DType.F32
-        return _program_for(self._declared, dtype or self._declared_dtype or last)
+        return _program_for(self._declared, dtype or self._declared_dtype or last, masked=masked)
 
     # ------------------------------------------------------------------------------------------------- looking
 
@@ -436,13 +479,13 @@ def _result_type(names: tuple[str, ...]) -> type[Any]:
     return namedtuple("Routing", names)
 
 
-@functools.lru_cache(maxsize=1024)
-def _router_program(router: Router, dtype: DType) -> Program:
-    return program_of(router.module(dtype))
+@functools.lru_cache(maxsize=2048)
+def _router_program(router: Router, dtype: DType, masked: bool) -> Program:
+    return program_of(router.module(dtype, masked=masked))
 
 
-def _program_for(declared: Router | Module, dtype: DType) -> Program:
-    return _router_program(declared, dtype) if isinstance(declared, Router) else program_of(declared)
+def _program_for(declared: Router | Module, dtype: DType, *, masked: bool = False) -> Program:
+    return _router_program(declared, dtype, masked) if isinstance(declared, Router) else program_of(declared)
 
 
 @torch._dynamo.allow_in_graph
@@ -509,11 +552,14 @@ def _bind(signature: Signature, logits: torch.Tensor, inputs: Mapping[str, torch
     tensors = [_dense_rows(rows)]
     for name, declared in signature.inputs[1:]:
         given = inputs.get(name)
+        if given is None and declared.leading == "N":
+            tensors.append(_sequences(signature, logits))
+            continue
         if given is None:
             _refuse_undeclared(signature, inputs)  # a slip of the pen is the likeliest reason
             raise InputTypeError(f"input {name!r} ({declared}) is missing")
-        tensors.append(_dense_rows(_checked(name, declared, given, rows)))
-    if len(inputs) >= len(tensors):
+        tensors.append(_dense_rows(_checked(name, declared, given, rows, logits.shape[:-1])))
+    if len(inputs) >= len(tensors) - bool(signature.segments):
         _refuse_undeclared(signature, inputs)
     return tensors
 
@@ -523,6 +569,18 @@ def _native_size(dim: Dim) -> int:
     if isinstance(dim, Affine):
         return -1 if dim == _TOKENS else -2
     return dim
+
+
+def _sequences(signature: Signature, logits: torch.Tensor) -> torch.Tensor:
+    """A tensor without elements whose rows are the sequences; an empty batch counts as one empty sequence."""
+    axis = 0 if signature.segments == "batch_first" else 1
+    if logits.dim() != 3:
+        order = "[N, S, E]" if axis == 0 else "[S, N, E]"
+        raise InputError(
+            f"a loss by sequence is declared, {signature.segments}: logits must have the shape {order}, "
+            f"found {list(logits.shape)}"
+        )
+    return logits.new_empty((logits.shape[axis] if logits.shape[axis] != 0 else 1, 0), dtype=torch.float32)
 
 
 def _refuse_undeclared(signature: Signature, inputs: Mapping[str, torch.Tensor]) -> None:
@@ -547,12 +605,29 @@ def _dense_rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous()
 
 
-def _checked(name: str, declared: TensorType, given: object, rows: torch.Tensor) -> torch.Tensor:
+def _number(name: str, given: object, rows: torch.Tensor) -> object:
+    """A Python number, or a tensor of one integer, as the float scalar that kernels read; without a synchronisation."""
+    dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
+    if isinstance(given, int | float) and not isinstance(given, bool):
+        return rows.new_full((), float(given), dtype=dtype)
+    if isinstance(given, torch.Tensor) and given.numel() == 1 and given.dtype in (torch.int32, torch.int64):
+        return given.reshape(()).to(dtype)
+    if isinstance(given, torch.Tensor) and list(given.shape) == [1]:
+        return given.reshape(())
+    return given
+
+
+def _checked(name: str, declared: TensorType, given: object, rows: torch.Tensor, leading: torch.Size) -> torch.Tensor:
+    if declared.rank == 0:
+        given = _number(name, given, rows)
     if not isinstance(given, torch.Tensor):
         raise InputTypeError(f"{name} must be a tensor, found {type(given).__name__}")
-    expected = [rows.shape[0] if isinstance(d, Affine) else d for d in declared.shape]
+    has_rows = bool(declared.rank) and isinstance(declared.shape[0], Affine)
+    expected = [*leading, *declared.shape[1:]] if has_rows else [*declared.shape]
     if list(given.shape) != expected:
         raise InputError(f"{name} must have shape {expected}, found {list(given.shape)}")
+    if has_rows and len(leading) != 1:
+        given = given.reshape(rows.shape[0], *expected[len(leading) :])
     wide = given.dtype == torch.float64 and rows.dtype == torch.float64
     if given.dtype != TORCH_DTYPES[declared.dtype] and not wide:
         known = _DTYPES.get(given.dtype)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from types import ModuleType
 from typing import Any
 
@@ -45,7 +45,7 @@ def alignments(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
 
 
 def _tokens(inputs: Sequence[torch.Tensor]) -> int:
-    """T: the rows of the first input that has rows."""
+    """T: the rows of the first input that has rows; no other comes before those of tokens."""
     for tensor in inputs:
         if tensor.dim() == 2:
             return tensor.shape[0]
@@ -56,7 +56,7 @@ ARGUMENTS: dict[str, Callable[[Sequence[torch.Tensor], int, int], int]] = {
     "pointer": lambda operands, number, tokens: operands[number].data_ptr(),
     "stride": lambda operands, number, tokens: operands[number].stride(0),
     "tokens": lambda operands, number, tokens: tokens,
-    "blocks": lambda operands, number, tokens: operands[number].shape[0],
+    "rows": lambda operands, number, tokens: operands[number].shape[0],
 }
 """What a kernel's argument of a kind is, from all operands, the number of its own, and T; ``launcher.cpp`` has the same
 table."""
@@ -87,10 +87,11 @@ class Prepared:
         self.executable = executable
         self.runner = runner
         self.results = plan.results
-        rows = [i for i, declared in enumerate(plan.inputs) if declared.type.rank == 2]
-        if not rows:
+        rows = {declared.type.leading: i for i, declared in reversed(list(enumerate(plan.inputs)))}
+        if "T" not in rows:
             raise InternalError(f"@{plan.name} has no input with rows")
-        self.tokens_from = rows[0]
+        self.tokens_from = rows["T"]
+        self.sequences_from = rows.get("N", -1)
         self.steps = [
             _Step(
                 kernel,
@@ -108,9 +109,10 @@ class Prepared:
     def run(self, inputs: Sequence[torch.Tensor], stream: int) -> list[torch.Tensor]:
         """Allocates, launches every step on the stream, and gives the results."""
         tokens = inputs[self.tokens_from].shape[0]
+        sequences = 0 if self.sequences_from < 0 else inputs[self.sequences_from].shape[0]
         sized = self.sized
-        if sized is None or sized.tokens != tokens:
-            sized = self.sized = self._size(tokens, inputs[0].device)
+        if sized is None or sized.tokens != tokens or sized.sequences != sequences:
+            sized = self.sized = self._size(tokens, sequences, inputs[0].device)
         fresh = self.runner.fresh
         tensors = [*inputs]
         for template, reused in sized.templates:
@@ -129,7 +131,7 @@ class Prepared:
 
         `points` are the addresses of the functions it calls, see `CudaRunner.native_points`.
         """
-        by_symbol = {"": -2, "T": -1, **{step.symbol: n for n, step in enumerate(self.steps) if step.symbol}}
+        by_symbol = {"": -3, "N": -2, "T": -1, **{step.symbol: n for n, step in enumerate(self.steps) if step.symbol}}
         inputs = len(self.executable.plan.inputs)
         launches = [step.loaded.native_launch() for step in self.steps]
 
@@ -139,7 +141,7 @@ class Prepared:
         return types.Plan(
             next(iter(self.elements.values())),
             tuple(points),
-            inputs,
+            (inputs, self.tokens_from, self.sequences_from),
             tuple(
                 (by_symbol[s.rows], s.columns, self.elements[s.dtype], -1 if s.reuses < 0 else inputs + s.reuses)
                 for s in self.slots
@@ -148,9 +150,7 @@ class Prepared:
                 (
                     launch.config_address,
                     int(launch.kernel.function),
-                    step.blocks.rows,
-                    step.blocks.most,
-                    step.blocks.fixed,
+                    astuple(step.blocks),
                     step.arguments,
                 )
                 for step, launch in zip(self.steps, launches, strict=True)
@@ -160,11 +160,11 @@ class Prepared:
             launches,
         )
 
-    def _size(self, tokens: int, device: torch.device) -> _Sized:
-        symbols = {"T": tokens}
+    def _size(self, tokens: int, sequences: int, device: torch.device) -> _Sized:
+        symbols = {"T": tokens, "N": sequences}
         grids: list[Grid] = []
         for step in self.steps:
-            blocks = step.blocks(tokens)
+            blocks = step.blocks(tokens, sequences)
             grids.append((blocks, 1, 1))
             if step.symbol:
                 symbols[step.symbol] = blocks
@@ -178,7 +178,7 @@ class Prepared:
                 strides = (1 if set(shape) == {1} else 0,) * len(shape)  # of one element, `empty_like` keeps strides
                 template = self.elements[slot.dtype].as_strided(shape, strides)
             templates.append((template, -1 if slot.reuses < 0 else inputs + slot.reuses))
-        return _Sized(tokens, tuple(grids), tuple(templates))
+        return _Sized(tokens, sequences, tuple(grids), tuple(templates))
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,12 +187,14 @@ class _Sized:
 
     Attributes:
         tokens: T.
+        sequences: N; 0 where tokens belong to no sequences.
         grids: of each launch.
         templates: a tensor of the shape and dtype of each buffer (``empty_like`` of one costs half of ``empty``), and
             the number of the operand whose memory it takes over, or -1.
     """
 
     tokens: int
+    sequences: int
     grids: tuple[Grid, ...]
     templates: tuple[tuple[torch.Tensor, int], ...]
 
@@ -225,20 +227,36 @@ def _slots(plan: LaunchPlan) -> list[_Slot]:
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
-    """How many blocks a launch has: `fixed`, or where that is 0 one for so many rows, at most so many."""
+    """How many blocks a launch has; ``launcher.cpp`` has the same formula.
 
-    rows: int
-    most: int
+    Attributes:
+        rows: tokens of a block; 0 for a grid that does not follow T, of `fixed` blocks and `per_sequence` a sequence.
+        least, most: bounds on the blocks for tokens.
+        by_sequence: each sequence has blocks of its own, as many as any other; `most` is for all of them.
+    """
+
+    rows: int = 0
+    least: int = 0
+    most: int = 0
+    by_sequence: bool = False
     fixed: int = 0
+    per_sequence: int = 0
 
     @classmethod
     def of(cls, kernel: GeneratedKernel, most: int) -> _Blocks:
-        if kernel.grid == "columns":
-            return cls(1, 0, fixed=-(-kernel.columns // kernel.rows_per_block))
-        return cls(kernel.rows_per_block, most if kernel.grid == "persistent" else 2**31 - 1)
+        if kernel.grid == "fixed":
+            return cls(fixed=kernel.blocks, per_sequence=kernel.blocks_per_sequence)
+        if kernel.by_sequence or kernel.grid == "persistent":
+            # At least one without a token, too: sums of nothing are zeros that somebody has to write.
+            return cls(kernel.rows_per_block, 1, most, kernel.by_sequence)
+        return cls(kernel.rows_per_block, 0, 2**31 - 1)
 
-    def __call__(self, tokens: int) -> int:
-        return self.fixed or min(-(-tokens // self.rows), self.most)
+    def __call__(self, tokens: int, sequences: int) -> int:
+        if not self.rows:
+            return self.fixed + sequences * self.per_sequence
+        parts = max(sequences, 1) if self.by_sequence else 1
+        blocks = max(self.least, min(-(-tokens // parts // self.rows), self.most // parts))
+        return sequences * blocks if self.by_sequence else blocks
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from moesaic.ir.core import Function, Module
 from moesaic.ir.errors import InputError, InternalError
 from moesaic.passes.differentiate import SUFFIX, derive
 from moesaic.passes.instruments import CrashReproducer, History, SaveTree, VerifyEach, print_by_environment
+from moesaic.passes.lower_aux_loss import lower_losses
 from moesaic.passes.manager import DEFAULT, FORWARD, Instrument, PassContext, PassManager
 from moesaic.passes.specialize import Specialize
 from moesaic.runtime.plan import LaunchPlan, build_plan
@@ -128,7 +129,9 @@ class Program:
         Simplifying may cut one off (a normalisation over one pick is a constant): its gradient is zero, not missing.
         """
         if cotangents not in self._differentiable:
-            declared = derive(self.function, cotangents) if cotangents else None
+            summed = self.function.clone()
+            lower_losses(summed.body)
+            declared = derive(summed, cotangents) if cotangents else None
             names = declared.result_names if declared is not None else []
             self._differentiable[cotangents] = frozenset(n.removeprefix("d_") for n in names)
         return self._differentiable[cotangents]

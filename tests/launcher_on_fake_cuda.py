@@ -200,40 +200,47 @@ def test_slots_grids_and_every_kind_of_argument(native: Any) -> None:
     tokens, blocks = symbol("T"), symbol("B")
     rows = TensorType((tokens, 6), DType.F32)
     partial, same = TensorType((blocks, 5), DType.F32), TensorType((blocks, 5), DType.I32)
-    every = [Argument(kind, n) for n in range(6) for kind in ("pointer", "stride", "blocks")] + [Argument("tokens")]
+    every = [Argument(kind, n) for n in range(8) for kind in ("pointer", "stride", "rows")] + [Argument("tokens")]
     kernels = [
         GeneratedKernel("made_rows", "", tuple(every), 64, 4, "persistent"),
         GeneratedKernel("made_cover", "", tuple(every), 32, 3, "cover"),
-        GeneratedKernel("made_columns", "", tuple(every), 96, 2, "columns", 5),
+        GeneratedKernel("made_fixed", "", tuple(every), 96, 0, "fixed", 5, 3),
+        GeneratedKernel("made_sequences", "", tuple(every), 96, 2, "persistent", by_sequence=True),
     ]
     plan = LaunchPlan(
         "made",
-        (Input("x", rows, True), Input("v", TensorType((6,), DType.F32), True)),
+        (
+            Input("v", TensorType((6,), DType.F32), True),
+            Input("x", rows, True),
+            Input("sequences", TensorType((symbol("N"), 0), DType.F32), True),
+        ),
         (
             BufferSpec("y", TensorType((tokens, 3), DType.BF16), True, 0),
             BufferSpec("p", partial, False, 0),
             BufferSpec("q", same, False, 0),
             BufferSpec("c", TensorType((5,), DType.I32), True, 0),
+            BufferSpec("s", TensorType((symbol("N"), 2), DType.F32), True, 0),
         ),
-        tuple(Step(k, (0, 1, 2, 3, 4, 5), "B" if k.grid == "persistent" else "") for k in kernels),
-        (2, 5, 0),
-        ("y", "c", "x"),
+        tuple(Step(k, tuple(range(8)), "B" if k.symbol == "made_rows" else "") for k in kernels),
+        (3, 6, 7, 1),
+        ("y", "c", "s", "x"),
     )
     loaded = [RUNNER.load(k, torch.device("cpu")) for k in kernels]
     for kernel in loaded:
         kernel.most_blocks = 7
     prepared = execute.Prepared(SimpleNamespace(plan=plan), loaded, RUNNER, torch.device("cpu"))  # type: ignore[arg-type]
     table = native.Table(1000)
-    for tokens_now in (0, 1, 4, 5, 29, 31):
-        inputs = [torch.randn(tokens_now, 9)[:, :6], torch.randn(6)]
+    for tokens_now, sequences in ((0, 1), (1, 1), (4, 2), (5, 5), (29, 1), (31, 9), (0, 0)):
+        inputs = [torch.randn(6), torch.randn(tokens_now, 9)[:, :6], torch.empty(sequences, 0)]
         table.add(-1, True, execute.alignments(inputs), prepared.native(native, RUNNER.native_points(-1)))
         results = table(inputs)
-        assert results[2] is inputs[0]
-        natively = seen([*inputs, results[0], results[1]], ()), shapes(results)
+        assert results[3] is inputs[1]
+        natively = seen([*inputs, *results[:3]], ()), shapes(results)
         workspace = [a for a in natively[0] if str(a).startswith("workspace")]
-        assert len(workspace) == (6 if tokens_now else 0) and len(set(workspace)) <= 1  # `p` and `q` share memory
+        assert len(workspace) == 2 * sum(isinstance(a, tuple) for a in natively[0])
+        assert len(set(workspace)) == 1  # `p` and `q` share memory
         expected = RUNNER.enter(prepared, inputs, -1)
-        assert natively == (seen([*inputs, expected[0], expected[1]], ()), shapes(expected))
+        assert natively == (seen([*inputs, *expected[:3]], ()), shapes(expected))
 
 
 def test_the_kinds_of_arguments_are_those_of_python(native: Any) -> None:
@@ -500,7 +507,16 @@ def test_types_go_when_nobody_holds_them(native: Any) -> None:
         with pytest.raises(TypeError):
             native.Caller(3, "", layer._result_type, ())
         with pytest.raises(ValueError, match="'strides'"):
-            native.Plan(logits, (0,) * 6, 1, (), ((id(logits), 0, 1, 1, 0, (("strides", 0),)),), (), None, None)
+            native.Plan(
+                logits,
+                (0,) * 6,
+                (1, 0, -1),
+                (),
+                ((id(logits), 0, (1, 0, 1, False, 0, 0), (("strides", 0),)),),
+                (),
+                None,
+                None,
+            )
     assert (sys.getrefcount(native.Caller), sys.getrefcount(layer._result_type)) == before
 
 

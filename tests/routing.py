@@ -110,13 +110,14 @@ def run(
 
     Args:
         layer: the compiled layer.
-        logits, inputs: used where and as they lie in memory; all but `bias` get a gradient.
+        logits, inputs: used where and as they lie in memory; all floats but `bias` get a gradient.
         seed: of the cotangents.
         storage: type that the cotangent of an output is rounded to, so that a float64 run gets what the other got.
         backward: False runs forward alone, without grad.
     """
     leaves = {"logits": logits, **inputs}
-    leaves = {n: t.detach().requires_grad_(backward and n != "bias") for n, t in leaves.items()}
+    learned = {n: backward and t.is_floating_point() and n != "bias" for n, t in leaves.items()}
+    leaves = {n: t.detach().requires_grad_(learned[n]) for n, t in leaves.items()}
     with torch.set_grad_enabled(backward):
         result = layer(leaves["logits"], **{n: t for n, t in leaves.items() if n != "logits"})
     outputs = result._asdict()

@@ -113,6 +113,7 @@ uint8_t alignment_of(const Operand& operand, bool has_rows, int64_t columns, siz
 struct Call {
     const Operand* operands;
     int64_t tokens;
+    int64_t sequences;
 };
 
 // What a kernel's argument of a kind is: 8 bytes each. `ARGUMENTS` in execute.py has the same table.
@@ -124,7 +125,7 @@ constexpr Kind kKinds[] = {
     {"pointer", [](const Call& call, int operand) { return call.operands[operand].address; }},
     {"stride", [](const Call& call, int operand) { return uint64_t(call.operands[operand].row_stride); }},
     {"tokens", [](const Call& call, int) { return uint64_t(call.tokens); }},
-    {"blocks", [](const Call& call, int operand) { return uint64_t(call.operands[operand].rows); }},
+    {"rows", [](const Call& call, int operand) { return uint64_t(call.operands[operand].rows); }},
 };
 
 // Plans ---------------------------------------------------------------------------------------------------------------
@@ -154,24 +155,31 @@ struct Argument {
     int operand;
 };
 
-struct Step {
-    LaunchConfig config;  // grid and stream are a call's own
-    void* function;
-    int64_t rows_per_block;
-    int64_t most_blocks;
-    int64_t fixed_blocks;  // where the grid does not follow T; else 0
-    std::vector<Argument> arguments;
+int64_t divide_up(int64_t number, int64_t by) { return (number + by - 1) / by; }
 
-    int64_t blocks(int64_t tokens) const {
-        if (fixed_blocks != 0) return fixed_blocks;
-        return std::min((tokens + rows_per_block - 1) / rows_per_block, most_blocks);
+// `_Blocks` of execute.py.
+struct Blocks {
+    int64_t rows, least, most, by_sequence, fixed, per_sequence;
+
+    int64_t operator()(int64_t tokens, int64_t sequences) const {
+        if (rows == 0) return fixed + sequences * per_sequence;
+        const int64_t parts = by_sequence ? std::max<int64_t>(sequences, 1) : 1;
+        const int64_t blocks = std::max(least, std::min(divide_up(divide_up(tokens, parts), rows), most / parts));
+        return by_sequence ? sequences * blocks : blocks;
     }
 };
 
-constexpr int kNoRows = -2, kTokens = -1;
+struct Step {
+    LaunchConfig config;  // grid and stream are a call's own
+    void* function;
+    Blocks blocks;
+    std::vector<Argument> arguments;
+};
+
+constexpr int kTokens = -1, kSequences = -2;
 
 struct Buffer {
-    int rows;  // kNoRows, kTokens, or the step whose number of blocks they are
+    int rows;  // kTokens, kSequences, the step whose number of blocks they are, or less than any: none
     Shape columns;
     at::ScalarType dtype;
     int reuses;  // the operand whose memory it takes over, or -1
@@ -182,6 +190,8 @@ struct Plan {
     c10::Device device = c10::kCPU;
     Driver driver;
     int inputs = 0;
+    int tokens_from = 0;      // the input whose rows are the tokens
+    int sequences_from = -1;  // that whose rows are the sequences, or -1
     std::vector<Buffer> buffers;
     std::vector<Step> steps;
     std::vector<int> results;
@@ -220,16 +230,18 @@ at::TensorBase fresh(const Shape& shape, at::ScalarType dtype, c10::Device devic
                             : at::detail::empty_cpu(shape, dtype);
 }
 
-// Gives each buffer its memory: `operands` has the inputs and room for the buffers, `made` gets new tensors.
-void allocate_buffers(const Plan& plan, Operand* operands, int64_t tokens, c10::SmallVectorImpl<at::TensorBase>& made) {
+// Gives each buffer its memory; `made` gets new tensors.
+void allocate_buffers(const Plan& plan, const Call& call, Operand* operands,
+                      c10::SmallVectorImpl<at::TensorBase>& made) {
     made.resize(plan.buffers.size());
     Shape shape;
     for (size_t i = 0; i < plan.buffers.size(); ++i) {
         const Buffer& buffer = plan.buffers[i];
         Operand& operand = operands[plan.inputs + i];
         shape.clear();
-        if (buffer.rows == kTokens) shape.push_back(tokens);
-        if (buffer.rows >= 0) shape.push_back(plan.steps[buffer.rows].blocks(tokens));
+        if (buffer.rows == kTokens) shape.push_back(call.tokens);
+        if (buffer.rows == kSequences) shape.push_back(call.sequences);
+        if (buffer.rows >= 0) shape.push_back(plan.steps[buffer.rows].blocks(call.tokens, call.sequences));
         shape.append(buffer.columns.begin(), buffer.columns.end());
         if (buffer.reuses < 0) {
             made[i] = fresh(shape, buffer.dtype, plan.device);
@@ -250,19 +262,18 @@ struct Failure {
 };
 
 // Launches every step on the current stream of the plan's device.
-Failure launch_steps(const Plan& plan, const Operand* operands, int64_t tokens) {
+Failure launch_steps(const Plan& plan, const Call& call) {
     Failure failure;
     const Context context(plan.driver);
     void* stream = nullptr;
     failure.code = context.code;
     if (failure.code == 0) failure.code = plan.driver.current_stream(plan.device.index(), &stream);
     if (failure.code != 0) return failure;
-    const Call call{operands, tokens};
     c10::SmallVector<uint64_t, 32> values;
     c10::SmallVector<void*, 32> addresses;
     for (size_t n = 0; n < plan.steps.size(); ++n) {
         const Step& step = plan.steps[n];
-        const int64_t blocks = step.blocks(tokens);
+        const int64_t blocks = step.blocks(call.tokens, call.sequences);
         if (blocks == 0) continue;
         values.clear();
         for (const Argument& argument : step.arguments) values.push_back(argument.value(call, argument.operand));
@@ -282,14 +293,17 @@ Failure launch_steps(const Plan& plan, const Operand* operands, int64_t tokens) 
     return failure;
 }
 
-Outcome run(const Plan& plan, Operand* operands, int64_t tokens, c10::SmallVectorImpl<at::TensorBase>& made) {
+// Allocates and launches. `operands` has the inputs, and room for the buffers.
+Outcome run(const Plan& plan, Operand* operands, c10::SmallVectorImpl<at::TensorBase>& made) {
+    const int64_t sequences = plan.sequences_from < 0 ? 0 : operands[plan.sequences_from].rows;
+    const Call call{operands, operands[plan.tokens_from].rows, sequences};
     Failure failure;
     bool finished = false;
     // As every operator of torch: an allocation may wait for the device, and a launch for room in the stream's queue.
     PyThreadState* const thread = PyEval_SaveThread();
     try {
-        allocate_buffers(plan, operands, tokens, made);
-        failure = launch_steps(plan, operands, tokens);
+        allocate_buffers(plan, call, operands, made);
+        failure = launch_steps(plan, call);
         finished = true;
     } catch (const std::exception&) {
         // Out of memory, most likely. Python tries once more, and raises what torch raises.
@@ -370,7 +384,7 @@ PyObject* call_table(PyObject* self, PyObject* const* arguments, size_t count, P
     const Reference kept = Reference::to(reinterpret_cast<PyObject*>(const_cast<Plan*>(plan)));
     operands.resize(given + plan->buffers.size());
     c10::SmallVector<at::TensorBase, 8> made;
-    switch (run(*plan, operands.data(), tokens, made)) {
+    switch (run(*plan, operands.data(), made)) {
         case Outcome::kNotPlain: Py_RETURN_NONE;
         case Outcome::kRaised: return nullptr;
         case Outcome::kDone: break;
@@ -393,7 +407,7 @@ struct Declared {
     at::ScalarType dtype;
 };
 
-// What a layer runs for logits of one dtype.
+// What a layer runs for logits of one dtype, with or without a token mask.
 struct Variant {
     std::vector<Declared> inputs;
     std::vector<bool> has_rows;  // of the results
@@ -429,9 +443,9 @@ bool rows_are_dense(c10::IntArrayRef sizes, c10::IntArrayRef strides) {
     return sizes.empty() || strides.back() == 1 || sizes.back() == 1;
 }
 
-const Variant* variant_for(const Caller& caller, at::ScalarType dtype) {
+const Variant* variant_for(const Caller& caller, at::ScalarType dtype, size_t inputs) {
     for (const Variant& variant : caller.variants) {
-        if (variant.inputs[0].dtype == dtype) return &variant;
+        if (variant.inputs[0].dtype == dtype && variant.inputs.size() == inputs) return &variant;
     }
     return nullptr;
 }
@@ -480,7 +494,9 @@ bool bind_other(const c10::TensorImpl& tensor, const Declared& declared, const B
         return false;
     }
     for (size_t d = 0; d < sizes.size(); ++d) {
-        if (sizes[d] != (declared.shape[d] == kTokens ? bound.tokens : declared.shape[d])) return false;
+        const bool counts_tokens = declared.shape[d] == kTokens;
+        if (counts_tokens && !bound.is_matrix) return false;  // it has the logits' leading dimensions
+        if (sizes[d] != (counts_tokens ? bound.tokens : declared.shape[d])) return false;
     }
     operand.rows = sizes.empty() ? 0 : sizes[0];
     operand.row_stride = sizes.empty() ? 1 : strides[0];
@@ -493,10 +509,9 @@ bool bind(const Caller& caller, PyObject* positional, PyObject* by_name, Bound& 
     PyObject* const first = PyTuple_GET_ITEM(positional, 0);
     const c10::TensorImpl* const logits = plain_tensor(caller, first);
     if (logits == nullptr) return false;
-    bound.variant = variant_for(caller, logits->dtype().toScalarType());
+    const size_t count = 1 + size_t(PyDict_GET_SIZE(by_name));
+    bound.variant = variant_for(caller, logits->dtype().toScalarType(), count);
     if (bound.variant == nullptr) return false;
-    const size_t count = bound.variant->inputs.size();
-    if (size_t(PyDict_GET_SIZE(by_name)) != count - 1) return false;
     bound.objects.resize(count);
     bound.operands.resize(count);
     bound.alignments.resize(count);
@@ -554,7 +569,7 @@ PyObject* call_caller(PyObject* self, PyObject* const* arguments, size_t count, 
     const Reference kept = Reference::to(reinterpret_cast<PyObject*>(const_cast<Plan*>(plan)));
     bound.operands.resize(bound.objects.size() + plan->buffers.size());
     c10::SmallVector<at::TensorBase, 8> made;
-    switch (run(*plan, bound.operands.data(), bound.tokens, made)) {
+    switch (run(*plan, bound.operands.data(), made)) {
         case Outcome::kNotPlain: Py_RETURN_NONE;
         case Outcome::kRaised: return nullptr;
         case Outcome::kDone: break;
@@ -624,14 +639,15 @@ void deallocate(PyObject* self) {
 
 bool add_step(Plan& plan, PyObject* description) {
     unsigned long long config, function;
-    long long rows_per_block, most_blocks, fixed_blocks;
+    long long rows, least, most, fixed, per_sequence;
+    int by_sequence;
     PyObject* arguments;
-    if (!PyArg_ParseTuple(description, "KKLLLO!", &config, &function, &rows_per_block, &most_blocks, &fixed_blocks,
-                          &PyTuple_Type, &arguments)) {
+    if (!PyArg_ParseTuple(description, "KK(LLLpLL)O!", &config, &function, &rows, &least, &most, &by_sequence, &fixed,
+                          &per_sequence, &PyTuple_Type, &arguments)) {
         return false;
     }
-    Step step{*reinterpret_cast<const LaunchConfig*>(config), reinterpret_cast<void*>(function), rows_per_block,
-              most_blocks, fixed_blocks, {}};
+    Step step{*reinterpret_cast<const LaunchConfig*>(config), reinterpret_cast<void*>(function),
+              {rows, least, most, by_sequence, fixed, per_sequence}, {}};
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(arguments); ++i) {
         const char* name;
         int operand;
@@ -658,12 +674,13 @@ bool add_buffer(Plan& plan, PyObject* description) {
     return true;
 }
 
-// Plan(example, driver, inputs, buffers, steps, results, failed, keep); see `Prepared` in execute.py.
+// Plan(example, driver, (inputs, tokens_from, sequences_from), buffers, steps, results, failed, keep): see `Prepared` of
+// execute.py.
 PyObject* new_plan(PyTypeObject* type, PyObject* arguments, PyObject*) {
     PyObject *example, *driver, *buffers, *steps, *results, *failed, *keep;
-    int inputs;
-    if (!PyArg_ParseTuple(arguments, "OO!iO!O!OOO", &example, &PyTuple_Type, &driver, &inputs, &PyTuple_Type, &buffers,
-                          &PyTuple_Type, &steps, &results, &failed, &keep)) {
+    int inputs, tokens_from, sequences_from;
+    if (!PyArg_ParseTuple(arguments, "OO!(iii)O!O!OOO", &example, &PyTuple_Type, &driver, &inputs, &tokens_from,
+                          &sequences_from, &PyTuple_Type, &buffers, &PyTuple_Type, &steps, &results, &failed, &keep)) {
         return nullptr;
     }
     auto* const plan = allocate<Plan>(type);
@@ -679,6 +696,8 @@ PyObject* new_plan(PyTypeObject* type, PyObject* arguments, PyObject*) {
     static_assert(sizeof(Driver) == sizeof address);
     std::memcpy(&plan->driver, address, sizeof address);
     plan->inputs = inputs;
+    plan->tokens_from = tokens_from;
+    plan->sequences_from = sequences_from;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(buffers); ++i) {
         if (!add_buffer(*plan, PyTuple_GET_ITEM(buffers, i))) return nullptr;
     }

@@ -46,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, /*blocks per multiprocess
     float d_weights[Picks::kSlots];  // %d_weights
     moesaic::load_row<Picks, /*align=*/16>(d_weights_ptr + token * d_weights_ptr_stride, d_weights, lane);
     int indices[Picks::kSlots];  // %indices
-    moesaic::load_row<Picks, /*align=*/16>(indices_ptr + token * indices_ptr_stride, indices, lane);
+    moesaic::fetch_row<Picks, /*align=*/16>(indices_ptr + token * indices_ptr_stride, indices, lane);
 
     float sum[Experts::kSlots];
     float sigmoid[Experts::kSlots];

@@ -42,7 +42,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, /*blocks per multiprocess
     float d_probs[Experts::kSlots];  // %d_probs
     moesaic::load_row<Experts, /*align=*/16>(d_probs_ptr + token * d_probs_ptr_stride, d_probs, lane);
     int saved_indices[Picks::kSlots];  // %saved_indices
-    moesaic::load_row<Picks, /*align=*/16>(saved_indices_ptr + token * saved_indices_ptr_stride, saved_indices, lane);
+    moesaic::fetch_row<Picks, /*align=*/16>(saved_indices_ptr + token * saved_indices_ptr_stride, saved_indices, lane);
 
     // %largest = row.max %logits
     const float largest = moesaic::row_max<Experts>(logits, lane);

@@ -20,6 +20,7 @@ namespace moesaic {
 __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
+__device__ __forceinline__ float to_float(int x) { return static_cast<float>(x); }
 
 // Rounds to nearest, ties to even.
 template <typename T>

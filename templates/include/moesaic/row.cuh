@@ -132,15 +132,15 @@ __device__ __forceinline__ void load_row(const T* row, float (&x)[R::kSlots], in
   fetch_row<R, kAlign>(row, stored, lane);
   widen(stored, x);
 }
-template <class R, int kAlign>
-__device__ __forceinline__ void load_row(const int* row, int (&x)[R::kSlots], int lane) {
-  fetch_row<R, kAlign>(row, x, lane);
-}
 
 template <typename T>
 __device__ __forceinline__ T to_element(float x) { return from_float<T>(x); }
 template <typename T>
+__device__ __forceinline__ T to_element(short x) { return static_cast<T>(x); }
+template <typename T>
 __device__ __forceinline__ T to_element(int x) { return static_cast<T>(x); }
+template <typename T>
+__device__ __forceinline__ T to_element(long long x) { return static_cast<T>(x); }
 template <typename T>
 __device__ __forceinline__ T to_element(bool x) { return static_cast<T>(x); }
 
@@ -184,45 +184,92 @@ __device__ __forceinline__ void from_shared(const T* shared_row, T (&x)[R::kSlot
 
 // --------------------------------------------------------------------------------------- between experts and picks
 
-// x[indices] of a row or a vector in global memory. Dead picks read nothing and give 0.
-template <class Picks, typename T>
+// With kMayBeAway, picks may be -1, "not here".
+
+template <class Picks, bool kMayBeAway>
+__device__ __forceinline__ bool reads(int p, int index, int lane) {
+  return Picks::live(p, lane) && (!kMayBeAway || index >= 0);
+}
+
+// x[indices] of a row or a vector in global memory. Picks that are dead or not here read nothing and give 0.
+template <class Picks, bool kMayBeAway = false, typename T>
 __device__ __forceinline__ void gather(const T* row, const int (&indices)[Picks::kSlots], float (&y)[Picks::kSlots],
                                        int lane) {
 #pragma unroll
-  for (int p = 0; p < Picks::kSlots; ++p) y[p] = Picks::live(p, lane) ? to_float(load_one(row + indices[p])) : 0.0f;
+  for (int p = 0; p < Picks::kSlots; ++p) {
+    y[p] = reads<Picks, kMayBeAway>(p, indices[p], lane) ? to_float(load_one(row + indices[p])) : 0.0f;
+  }
 }
 
 // x[indices] of a row in registers, through a row of shared memory of the token's own.
-template <class Experts, class Picks>
+template <class Experts, class Picks, bool kMayBeAway = false>
 __device__ __forceinline__ void gather_registers(const float (&x)[Experts::kSlots], const int (&indices)[Picks::kSlots],
                                                  float (&y)[Picks::kSlots], float* shared_row, int lane) {
   __syncwarp();
   to_shared<Experts>(x, shared_row, lane);
   __syncwarp();
 #pragma unroll
-  for (int p = 0; p < Picks::kSlots; ++p) y[p] = Picks::live(p, lane) ? shared_row[indices[p]] : 0.0f;
+  for (int p = 0; p < Picks::kSlots; ++p) {
+    y[p] = reads<Picks, kMayBeAway>(p, indices[p], lane) ? shared_row[indices[p]] : 0.0f;
+  }
 }
 
 // y = x at its indices, 0 elsewhere. The token's row of shared memory is zero before and after.
-template <class Experts, class Picks>
+template <class Experts, class Picks, bool kMayBeAway = false>
 __device__ __forceinline__ void scatter(const float (&x)[Picks::kSlots], const int (&indices)[Picks::kSlots],
                                         float (&y)[Experts::kSlots], float* zero_row, int lane) {
   __syncwarp();
 #pragma unroll
   for (int p = 0; p < Picks::kSlots; ++p) {
-    if (Picks::live(p, lane)) zero_row[indices[p]] = x[p];
+    if (reads<Picks, kMayBeAway>(p, indices[p], lane)) zero_row[indices[p]] = x[p];
   }
   __syncwarp();
   from_shared<Experts>(zero_row, y, lane);
   __syncwarp();
 #pragma unroll
   for (int p = 0; p < Picks::kSlots; ++p) {
-    if (Picks::live(p, lane)) zero_row[indices[p]] = 0.0f;
+    if (reads<Picks, kMayBeAway>(p, indices[p], lane)) zero_row[indices[p]] = 0.0f;
+  }
+}
+
+// As scatter, for given picks: what goes to one expert is added in the order of the picks, by each of its picks alike.
+template <class Experts, class Picks>
+__device__ __forceinline__ void scatter_added(const float (&x)[Picks::kSlots], const int (&indices)[Picks::kSlots],
+                                              float (&y)[Experts::kSlots], float* zero_row, int lane) {
+  int places[Picks::kSlots];
+  float totals[Picks::kSlots];
+#pragma unroll
+  for (int p = 0; p < Picks::kSlots; ++p) {
+    places[p] = Picks::live(p, lane) ? indices[p] : -1;
+    totals[p] = -0.0f;                                               // the neutral element of float addition
+  }
+#pragma unroll
+  for (int q = 0; q < Picks::kSlots; ++q) {
+#pragma unroll 1
+    for (int source = 0; source < Picks::kLanes; ++source) {
+      if (Picks::column(q, source) >= Picks::kColumns) break;
+      const int place = __shfl_sync(kAllLanes, places[q], source, Picks::kLanes);
+      const float value = __shfl_sync(kAllLanes, x[q], source, Picks::kLanes);
+#pragma unroll
+      for (int p = 0; p < Picks::kSlots; ++p) totals[p] = places[p] == place ? totals[p] + value : totals[p];
+    }
+  }
+  __syncwarp();
+#pragma unroll
+  for (int p = 0; p < Picks::kSlots; ++p) {
+    if (places[p] >= 0) zero_row[places[p]] = totals[p];
+  }
+  __syncwarp();
+  from_shared<Experts>(zero_row, y, lane);
+  __syncwarp();
+#pragma unroll
+  for (int p = 0; p < Picks::kSlots; ++p) {
+    if (places[p] >= 0) zero_row[places[p]] = 0.0f;
   }
 }
 
 // Which of a lane's experts are among the picks, from the indices alone.
-template <class Experts, class Picks>
+template <class Experts, class Picks, bool kMayBeAway = false>
 __device__ __forceinline__ void membership(const int (&indices)[Picks::kSlots], bool (&member)[Experts::kSlots],
                                            int lane) {
   static_assert(Experts::kSlots <= 32, "one bit a slot");
@@ -235,11 +282,36 @@ __device__ __forceinline__ void membership(const int (&indices)[Picks::kSlots], 
       if (Picks::column(p, source) >= Picks::kColumns) break;
       const int expert = __shfl_sync(kAllLanes, indices[p], source, Picks::kLanes);
       const int chunk = expert / kVec;
+      if (kMayBeAway && expert < 0) continue;
       if (chunk % Experts::kLanes == lane) bits |= 1u << ((chunk / Experts::kLanes) * kVec + expert % kVec);
     }
   }
 #pragma unroll
   for (int i = 0; i < Experts::kSlots; ++i) member[i] = (bits >> i) & 1u;
+}
+
+// The picks as bits, 8 experts a byte. From the indices, whoever owns the experts: a bit each costs less than packing
+// the flags of all experts of a lane. Four bytes of a lane share a word until the end.
+template <class Bytes, class Picks>
+__device__ __forceinline__ void bitmap(const int (&indices)[Picks::kSlots], int (&bytes)[Bytes::kSlots], int lane) {
+  constexpr int kWords = ceil_div(Bytes::kSlots, 4);
+  unsigned words[kWords] = {};
+#pragma unroll
+  for (int p = 0; p < Picks::kSlots; ++p) {
+#pragma unroll(Picks::kColumns <= 32 ? Picks::kLanes : 1)
+    for (int source = 0; source < Picks::kLanes; ++source) {
+      if (Picks::column(p, source) >= Picks::kColumns) break;
+      // -1, "not here", becomes a byte that no lane has.
+      const unsigned expert = static_cast<unsigned>(__shfl_sync(kAllLanes, indices[p], source, Picks::kLanes));
+      const unsigned byte = expert / 8;
+      const unsigned slot = byte / Bytes::kLanes;
+      if (byte % Bytes::kLanes != static_cast<unsigned>(lane)) continue;
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) words[w] |= slot / 4 == w ? 1u << (slot % 4 * 8 + expert % 8) : 0u;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < Bytes::kSlots; ++i) bytes[i] = static_cast<int>(words[i / 4] >> (i % 4 * 8) & 0xffu);
 }
 
 // ------------------------------------------------------------------------------------------------- sums over tokens

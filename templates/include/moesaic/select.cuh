@@ -283,7 +283,7 @@ __device__ __forceinline__ void top_k_collect(const unsigned (&keys)[Experts::kS
   static_assert(Experts::kSlots <= 32, "one bit a slot");
   unsigned best[next_power_of_two(Picks::kColumns)];
   merge_best<Experts, Picks::kColumns>(keys, best);
-  const unsigned bound = best[Picks::kColumns - 1];
+  const unsigned bound = best[Picks::kColumns - 1] > 1 ? best[Picks::kColumns - 1] : 1;  // keys of 0 are no candidates
 
   __syncwarp();  // the picks of the token before have been read
   unsigned reaching = 0;
@@ -312,7 +312,7 @@ __device__ __forceinline__ void top_k_collect(const unsigned (&keys)[Experts::kS
   __syncwarp();
 #pragma unroll
   for (int p = 0; p < Picks::kSlots; ++p) {
-    picked[p] = Picks::live(p, lane) ? shared_picks[Picks::column(p, lane)] : 0;
+    picked[p] = Picks::column(p, lane) < total ? shared_picks[Picks::column(p, lane)] : 0;
   }
   sort_over_lanes<Picks>(picked, lane);
   constexpr int kEnd = Picks::kColumns - 1;
