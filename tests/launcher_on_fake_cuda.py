@@ -28,11 +28,13 @@ from moesaic.runtime import driver, execute, launcher
 from moesaic.runtime.compile import CompiledLayer
 from moesaic.runtime.plan import BufferSpec, Input, LaunchPlan, Step
 from moesaic.runtime.program import program_by_key
+from moesaic.runtime.reference import TORCH_DTYPES
 
 RUNNER = fake_cuda.install()
 RUNNER.few_tokens = 24
 
 routers = pytest.mark.parametrize("name", ROUTERS)
+GROUPED = ROUTERS["grouped"]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -176,6 +178,68 @@ def _both(
     return expected
 
 
+@pytest.mark.parametrize("mask", [False, True])
+def test_a_token_mask_chooses_the_program(mask: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, others = logits_of(GROUPED, 7), others_of(GROUPED)
+    given = {**others, **({"token_mask": torch.arange(7) != 3} if mask else {})}
+    layer = ready(GROUPED, logits, given)
+    result = layer(logits, **given)
+    natively = seen([logits, *given.values()], result), shapes(result)
+    leaf = logits.clone().requires_grad_()
+    gradient = torch.autograd.grad(layer(leaf, **given).weights.sum(), leaf)
+    launched = [launch.kernel for launch in fake_cuda.launches()]
+    assert layer._native((logits[None],), {**given, "token_mask": torch.ones(1, 7, dtype=torch.bool)}) is None
+    assert layer._native((logits[None],), {**given, "token_mask": torch.ones(7, dtype=torch.bool)}) is None
+    from_python(monkeypatch)
+    expected = layer(logits, **given)
+    assert natively == (seen([logits, *given.values()], expected), shapes(expected))
+    assert shapes(gradient) == shapes(torch.autograd.grad(layer(leaf, **given).weights.sum(), leaf))
+    assert launched == [launch.kernel for launch in fake_cuda.launches()]
+
+
+@pytest.mark.parametrize("segments", [None, "batch_first", "sequence_first"])
+def test_losses_launch_the_same(segments: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their result is a mapping, which Python makes; the launches are native."""
+    router = mo.Router(8, 2, losses={"balance": mo.LoadBalance(segments=segments), "z": mo.ZLoss()}, name="with_losses")
+    layer = compiled(router)
+    program = program_by_key(handle_of(layer))
+    tables = [RUNNER.table(program, "training", ()), RUNNER.table(program, "backward", program.float_results)]
+    for shape in ((5, 3, 8), (1, 60, 8), (40, 1, 8), (0, 3, 8), (3, 0, 8)):
+        logits = torch.randn(shape, requires_grad=True)
+        found = []
+        for choice in ("native", "native", "python"):  # the first prepares
+            monkeypatch.setenv("MOESAIC_LAUNCHER", choice)
+            fake_cuda.launches()
+            result = layer(logits)
+            used = [result.weights, *result.losses.values()]
+            gradient = torch.autograd.grad(used, logits, [torch.ones_like(u) for u in used])
+            made = [(launch.kernel, launch.stream, launch.grid, launch.block) for launch in fake_cuda.launches()]
+            found.append((made, shapes([*result[:-1], *result.losses.values(), *gradient])))
+        assert found[1] == found[2]
+        assert found[1][0]
+    monkeypatch.setenv("MOESAIC_LAUNCHER", "native")
+    # Each direction with what it was called with: nothing of it goes through Python.
+    for table, kind, cotangents in zip(tables, ("training", "backward"), ((), program.float_results), strict=True):
+        function = program.backward_function(cotangents) if cotangents else program.forward_function(training=True)
+        assert function is not None
+        inputs = [_input(a.type) for a in function.arguments]
+        RUNNER.run(program, kind, cotangents, inputs)
+        fake_cuda.launches()
+        results = table(inputs)
+        natively = seen(inputs, results), shapes(results)
+        from_python(monkeypatch)
+        expected = RUNNER.run(program, kind, cotangents, inputs)
+        assert natively == (seen(inputs, expected), shapes(expected))
+        monkeypatch.setenv("MOESAIC_LAUNCHER", "native")
+
+
+def _input(declared: TensorType) -> torch.Tensor:
+    """Of 15 tokens in 3 sequences."""
+    sizes = {"T": 15, "N": 3}
+    shape = [sizes[str(d)] if not isinstance(d, int) else d for d in declared.shape]
+    return torch.zeros(shape, dtype=TORCH_DTYPES[declared.dtype])
+
+
 @routers
 def test_a_training_step_launches_the_same_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     router = ROUTERS[name]
@@ -248,8 +312,6 @@ def test_the_kinds_of_arguments_are_those_of_python(native: Any) -> None:
 
 
 # What is not plain ----------------------------------------------------------------------------------------------------
-
-GROUPED = ROUTERS["grouped"]
 
 
 class _Subclass(torch.Tensor):
