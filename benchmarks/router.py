@@ -4,7 +4,7 @@
     python benchmarks/router.py --quick              # bf16 at two sizes, torch.compile for one case; about 90 s
     python benchmarks/router.py --no-peers --cases 128x8,512x10 --tokens 65536 --outputs dense
     python benchmarks/router.py --json results.json  # all numbers; the table is long, so redirect it too
-    python benchmarks/router.py --host               # host time of a call instead
+    python benchmarks/router.py --host --cases 128x8,256x8-groups --outputs compact   # host time of a call instead
     python benchmarks/router.py --check              # results only; without a GPU few tokens on the emulator
     python benchmarks/router.py --dry-run            # floors and bounds; needs no GPU
     python benchmarks/router.py --resources          # registers, spills, occupancy through NVRTC; needs no GPU
@@ -30,9 +30,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -58,6 +60,7 @@ from timing import GraphTimer, Machine, Timing, commit, driver_version, host_us,
 from moesaic.codegen.kernel import GeneratedKernel
 from moesaic.codegen.resources import Resources
 from moesaic.codegen.target import WARP_THREADS, Target
+from moesaic.ir import environment
 from moesaic.ir.core import Op
 from moesaic.ir.errors import MoesaicError, ToolchainError
 from moesaic.ir.ops.launch import Kernel
@@ -518,31 +521,45 @@ def run_check(args: argparse.Namespace) -> int:
     return 1 if wrong else 0
 
 
+_HOST = {"ours, native": "native", "ours, python": "python", "eager": ""}
+"""Rows of the table of host times, with the launcher of each."""
+
+
 def run_host(args: argparse.Namespace) -> int:
-    """Host time of a call of ours next to ``x * 2``, at the smallest number of tokens."""
+    """Host time of a call of ours, with each launcher, next to operators of torch, at the smallest number of tokens."""
     print(f"{torch.cuda.get_device_name(0)}, driver {driver_version()}; torch {torch.__version__}, commit {commit()}")
     generator = torch.Generator(device="cuda").manual_seed(args.seed)
     tokens = min(args.tokens)
     print(f"median microseconds of host time of 1000 calls, T = {tokens}")
-    header = f"{'':28}  {'inference':>9}  {'training':>9}  {'fwd+bwd':>9}"
-    print(header)
+    print(f"{'':36}  {'inference':>9}  {'training':>9}  {'fwd+bwd':>9}")
     x = torch.randn(tokens, 128, device="cuda", generator=generator)
     leaf, ones = x.clone().requires_grad_(), torch.ones_like(x)
     with torch.no_grad():
-        plain = host_us(lambda: x * 2)
+        allocation, plain = host_us(lambda: torch.empty_like(x)), host_us(lambda: x * 2)
     both = host_us(lambda: torch.autograd.grad(leaf * 2, leaf, ones))
-    print(f"{'x * 2':28}  {plain:9.1f}  {host_us(lambda: leaf * 2):9.1f}  {both:9.1f}", flush=True)
+    print(f"{'torch.empty_like(x)':36}  {allocation:9.1f}")
+    print(f"{'x * 2':36}  {plain:9.1f}  {host_us(lambda: leaf * 2):9.1f}  {both:9.1f}", flush=True)
     for variant in variants(args):
         case, outputs = variant.case, variant.outputs
         inputs = make_inputs(case, outputs, variant.dtype, tokens, generator)
         bias = make_bias(case, generator)
-        routes = {"ours": case.ours(outputs, variant.dtype, "cuda"), "eager": case.eager(outputs)}
-        for name in ("ours", "eager"):
-            if name in args.only:
-                route = routes[name]
-                times = _host_times(route, inputs, bias)
-                print(f"{variant!s:22} {name:5}  " + "  ".join(f"{t:9.1f}" for t in times), flush=True)
+        for name, launcher in _HOST.items():
+            if name.partition(",")[0] in args.only:
+                with _launcher(launcher):
+                    route = case.ours(outputs, variant.dtype, "cuda") if launcher else case.eager(outputs)
+                    times = _host_times(route, inputs, bias)
+                print(f"{variant!s:22} {name:12}  " + "  ".join(f"{t:9.1f}" for t in times), flush=True)
     return 0
+
+
+@contextmanager
+def _launcher(choice: str) -> Iterator[None]:
+    before = os.environ.get(environment.LAUNCHER.name, "")
+    os.environ[environment.LAUNCHER.name] = choice
+    try:
+        yield
+    finally:
+        os.environ[environment.LAUNCHER.name] = before
 
 
 def _host_times(route: Route, inputs: Inputs, bias: Tensor | None) -> tuple[float, float, float]:

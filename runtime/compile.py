@@ -19,7 +19,8 @@ from moesaic.ir import environment
 from moesaic.ir.core import Function, Module
 from moesaic.ir.declare import Router
 from moesaic.ir.errors import InputError, InputTypeError, UnsupportedError, suggestion
-from moesaic.ir.types import Affine, DType, TensorType
+from moesaic.ir.types import Affine, Dim, DType, TensorType, symbol
+from moesaic.runtime import launcher
 from moesaic.runtime.execute import RUNNERS, compiled_kernel
 from moesaic.runtime.program import Executable, Program, program_by_key, program_of
 from moesaic.runtime.reference import TORCH_DTYPES, evaluate
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from moesaic.codegen.resources import Resources
 
 BACKENDS = ("auto", "cuda", "emulate", "reference")
+
+_TOKENS = symbol("T")
+_is_compiling = torch.compiler.is_compiling
 
 _DTYPES = {t: d for d, t in TORCH_DTYPES.items()}
 
@@ -137,6 +141,11 @@ def _segments(function: Function) -> str:
 @torch.compiler.assume_constant_result
 def has_backward(handle: str) -> bool:
     """Whether a gradient reaches an input. Lowers the program, which the reference must not depend on."""
+    return _has_backward(handle)
+
+
+@functools.cache
+def _has_backward(handle: str) -> bool:
     program = program_by_key(handle)
     return program.backward_function(program.float_results) is not None
 
@@ -179,6 +188,8 @@ class CompiledLayer:
         self._target = target
         self._asked = backend
         self._declared_dtype = _declared_dtype(declared)
+        self._native: Any = None  # a `Caller` of the native launcher, and the backend that it stands for
+        self._native_backend = ""
         self._ran: str | None = None
         self._last: torch.dtype | None = None
         # By dtype of the logits. Complete from the start, so that torch.compile finds nothing to do but look one up.
@@ -224,6 +235,18 @@ class CompiledLayer:
             InputTypeError: an input is missing, was not declared, or is not a tensor.
             InputError: an input has the wrong shape, dtype or device.
         """
+        if not _is_compiling():  # which torch.compile knows to be false
+            native = self._native
+            if native is not None:
+                result = native(args, inputs)
+                if result is not None:
+                    self._ran, self._last = self._native_backend, args[0].dtype
+                    if type(result) is not list:
+                        return result
+                    handle = (self._masked_handles if "token_mask" in inputs else self._handles)[self._last]
+                    if has_backward(handle):  # inputs, to be recorded by autograd
+                        outputs = record(handle, self._native_backend, result)
+                        return self._result_type(*outputs[: len(self._result_type._fields)])
         if not args and "logits" in inputs:
             args = (inputs.pop("logits"),)
         if len(args) != 1:
@@ -255,11 +278,14 @@ class CompiledLayer:
             _refuse_transforms(tensors)
             if _must_dispatch(tensors) or (recorded and not training):
                 outputs = torch.ops.moesaic.forward(handle, backend, training, tensors)
-            elif training:
-                outputs = record(handle, backend, tensors)
             else:
-                # Nothing to record and nobody watching: the same runner without the dispatcher's cost.
-                outputs = RUNNERS[backend].run(signature.program, "forward", (), tensors)
+                # Nobody watching: the same runner without the dispatcher's cost.
+                if training:
+                    outputs = record(handle, backend, tensors)
+                else:
+                    outputs = RUNNERS[backend].run(signature.program, "forward", (), tensors)
+                if self._native is None and launcher.is_built() and not self._losses:
+                    self._make_native(backend, logits)
         if logits.dim() == 2:
             results = outputs[: len(signature.has_rows)]
         else:
@@ -272,6 +298,31 @@ class CompiledLayer:
             return self._result_type(*results)
         first = len(results) - len(self._losses)
         return self._result_type(*results[:first], dict(zip(self._losses, results[first:], strict=True)))
+
+    def _make_native(self, backend: str, logits: torch.Tensor) -> None:
+        """Has calls on such a device go through the native launcher, if the backend does."""
+        variants = []
+        for dtype, handle in (*self._handles.items(), *self._masked_handles.items()):
+            if dtype == torch.float64:  # runs on the reference only
+                continue
+            signature = signature_of(handle)
+            table = RUNNERS[backend].table(signature.program, "forward", ())
+            if table is None:
+                return
+            inputs = tuple(
+                (
+                    name,
+                    tuple(map(_native_size, declared.shape)),
+                    torch.empty(0, dtype=TORCH_DTYPES[declared.dtype], device="cpu"),
+                )
+                for name, declared in signature.inputs
+            )
+            variants.append((inputs, signature.has_rows, table))
+        types = launcher.module()
+        assert types is not None
+        followed = backend if self._asked == "auto" else ""  # what MOESAIC_BACKEND may say
+        self._native_backend = backend
+        self._native = types.Caller(logits, followed, self._result_type, tuple(variants))
 
     def warmup(
         self,
@@ -294,6 +345,8 @@ class CompiledLayer:
         program = self._program(DType.parse(dtype) if dtype is not None else None, masked=token_mask)
         logits_dtype = TORCH_DTYPES[program.function.arguments[0].type.dtype]
         runner = RUNNERS.get(resolve_backend(self._asked, torch.device(device).type, logits_dtype))
+        if runner is not None:
+            runner.wait_for_native()
         for tokens in (1, runner.few_tokens + 1) if runner is not None else ():  # the reference has nothing to prepare
             self._warm_up(program, tokens, device, backward)
 
@@ -539,6 +592,13 @@ def _bind(signature: Signature, logits: torch.Tensor, inputs: Mapping[str, torch
     if len(inputs) >= len(tensors) - made:
         _refuse_undeclared(signature, inputs)
     return tensors
+
+
+def _native_size(dim: Dim) -> int:
+    """A dimension for the native launcher: -1 is T; what it does not know becomes a size that no tensor has."""
+    if isinstance(dim, Affine):
+        return -1 if dim == _TOKENS else -2
+    return dim
 
 
 def _sequences(signature: Signature, logits: torch.Tensor) -> torch.Tensor:
