@@ -674,10 +674,10 @@ _COLLECTIVES: dict[type[Op], Callable[[Any, Op], list[str]]] = {
 _RESERVED = frozenset(
     """
     lane slot first first_token stride active token tokens i p e live here Experts Picks Bytes kExperts kLanes kVec
-    kThreads kTokensPerBlock moesaic int float double bool char long short signed unsigned const auto void for if else while do
-    switch case default break continue return goto new delete this class struct union enum template typename using
-    namespace static extern register volatile inline operator public private protected virtual try catch throw true
-    false sizeof and or not xor min max exp log sqrt threadIdx blockIdx blockDim gridDim
+    kThreads kTokensPerBlock moesaic int float double bool char long short signed unsigned const auto void for if
+    else while do switch case default break continue return goto new delete this class struct union enum template
+    typename using namespace static extern register volatile inline operator public private protected virtual try
+    catch throw true false sizeof and or not xor min max exp log sqrt threadIdx blockIdx blockDim gridDim
     """.split()  # noqa: SIM905 - a list of strings would take a page
 )
 

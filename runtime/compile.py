@@ -490,7 +490,7 @@ def _dense_rows(tensor: torch.Tensor) -> torch.Tensor:
 def _checked(name: str, declared: TensorType, given: object, rows: torch.Tensor, leading: torch.Size) -> torch.Tensor:
     if not isinstance(given, torch.Tensor):
         raise InputTypeError(f"{name} must be a tensor, found {type(given).__name__}")
-    has_rows = bool(declared.rank) and isinstance(declared.shape[0], Affine)
+    has_rows = len(declared.shape) > 0 and isinstance(declared.shape[0], Affine)
     expected = [*leading, *declared.shape[1:]] if has_rows else [*declared.shape]
     if list(given.shape) != expected:
         raise InputError(f"{name} must have shape {expected}, found {list(given.shape)}")
