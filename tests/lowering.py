@@ -94,7 +94,7 @@ def _region(region, operands):
     parts = []
     for rows in (slice(0, tokens // 2), slice(tokens // 2, tokens)):
         part = {
-            f"a{i}": x[rows] if a.type.rank == 2 else x
+            f"a{i}": x if a.type.rank == 0 or isinstance(a.type.shape[0], int) else x[rows]
             for i, (a, x) in enumerate(zip(copy.arguments, operands, strict=True))
         }
         parts.append(reference.evaluate(function, part))
@@ -114,7 +114,7 @@ SCORES = {
     "clamped silu": lambda x: mo.math.clamp(mo.math.silu(x), min=0.0, max=1.5) + 0.125,
     "shifted sigmoid": lambda x: mo.math.sigmoid(x - 0.25) * 2.0,
 }
-OUTPUTS = ["weights", "indices", "counts", "probs", "map"]
+OUTPUTS = ["weights", "indices", "counts", "probs", "map", "bitmap", "scores", "logsumexp"]
 
 
 @st.composite
@@ -129,7 +129,12 @@ def router_options(draw):
         "order": draw(st.sampled_from(["score_then_topk", "topk_then_score"])),
         "selection_bias": draw(st.booleans()),
         "gate_bias": draw(st.booleans()),
-        "renormalize": draw(st.sampled_from([False, True, mo.norm.sum(eps=0.25), mo.norm.sum(eps=1e-20, min=1.0)])),
+        "renormalize": draw(
+            st.sampled_from(
+                [False, True, mo.norm.sum(eps=0.25), mo.norm.sum(eps=1e-20, min=1.0), mo.norm.lp(2), mo.norm.lp(3.5)]
+            )
+        ),
+        "indices_dtype": draw(st.sampled_from(["int16", "int32", "int64"])),
         "scale": draw(st.sampled_from([1.0, 2.5])),
         "outputs": tuple(draw(st.lists(st.sampled_from(OUTPUTS), min_size=1, unique=True))),
         "rank": draw(st.sampled_from(["auto", "score"])),
