@@ -181,7 +181,7 @@ def test_longer_rows_join_by_themselves() -> None:
 @dataclass(frozen=True)
 class Inputs:
     """What a case is run on, on its device: logits [T, E], the bias [E] or None, and a number for each expert of each
-    token [T, E], from which cotangents are taken."""
+    token [T, E], from which cotangents are taken. By expert, since two backends may order near ties differently."""
 
     logits: torch.Tensor
     bias: torch.Tensor | None
@@ -243,7 +243,7 @@ def found_by(case: Case, backend: str, inputs: Inputs, storage: torch.dtype) -> 
     if case.cotangent == "one-hot":
         d_probs = torch.zeros_like(d_probs)
         d_weights = torch.zeros_like(d_weights)
-        # By expert, since two backends may order equal picks differently: the one that was sent most.
+        # The pick that is sent most, which is the same expert whatever the order of picks.
         d_weights.scatter_(-1, inputs.sent.gather(-1, picks).argmax(-1, keepdim=True), 1.0)
     elif case.cotangent == "nan off the picks":
         d_probs = torch.where(result.map != 0, d_probs, NAN)
@@ -259,12 +259,12 @@ def undecided(router: mo.Router, logits: torch.Tensor, bias: torch.Tensor | None
     Equal values are no such case: their order is by index, on every backend.
     """
     x = logits.double()
-    score = {
+    scores = {
         "softmax": lambda x: torch.softmax(x, -1).nan_to_num(),
         "sigmoid": torch.sigmoid,
         "sqrtsoftplus": lambda x: torch.logaddexp(x, torch.zeros_like(x)).sqrt(),
-    }[router.score if router.order == "score_then_topk" else "sigmoid"]
-    scored = score(x) if router.order == "score_then_topk" else x
+    }
+    scored = scores[str(router.score)](x) if router.order == "score_then_topk" else x
     values = scored if bias is None else scored + bias.double()
     ranked = x if bias is None else values
     size = scored.nan_to_num(0.0, 0.0, 0.0).abs().amax(-1, keepdim=True)

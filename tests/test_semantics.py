@@ -104,7 +104,8 @@ def test_fused_kernels_and_launches_compute_the_same(module, seed, special, end)
 @settings(max_examples=80)
 @given(routers())
 def test_forward_saves_the_picks_and_nothing_else(module):
-    """As K indices, in the type they go out in, or, where that is smaller, as a byte map. No float is ever saved, least of all [T, E] of them."""
+    """As K indices, in the type they go out in, or, where that is smaller, as a byte map. No float is ever saved, least
+    of all [T, E] of them."""
     before = module.entry.result_names[:]
     lowered, context = lower(module, FUSED)
     forward = lowered.entry
