@@ -121,7 +121,7 @@ SCORES = {
     "clamped silu": lambda x: mo.math.clamp(mo.math.silu(x), min=0.0, max=1.5) + 0.125,
     "shifted sigmoid": lambda x: mo.math.sigmoid(x - 0.25) * 2.0,
 }
-OUTPUTS = ["weights", "indices", "counts", "probs", "map"]
+OUTPUTS = ["weights", "indices", "counts", "probs", "map", "bitmap", "scores", "logsumexp"]
 
 
 @st.composite
@@ -136,7 +136,12 @@ def router_options(draw):
         "order": draw(st.sampled_from(["score_then_topk", "topk_then_score"])),
         "selection_bias": draw(st.booleans()),
         "gate_bias": draw(st.booleans()),
-        "renormalize": draw(st.sampled_from([False, True, mo.norm.sum(eps=0.25), mo.norm.sum(eps=1e-20, min=1.0)])),
+        "renormalize": draw(
+            st.sampled_from(
+                [False, True, mo.norm.sum(eps=0.25), mo.norm.sum(eps=1e-20, min=1.0), mo.norm.lp(2), mo.norm.lp(3.5)]
+            )
+        ),
+        "indices_dtype": draw(st.sampled_from(["int16", "int32", "int64"])),
         "scale": draw(st.sampled_from([1.0, 2.5])),
         "outputs": tuple(draw(st.lists(st.sampled_from(OUTPUTS), min_size=1, unique=True))),
         "rank": draw(st.sampled_from(["auto", "score"])),

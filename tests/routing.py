@@ -47,6 +47,16 @@ TIE = 1e-6
 """Two experts may change places if what they are ranked by differs by less: such values lie within 5 of zero in tests,
 where two float32 ways to one sum differ by a few units in the last place (5e-7)."""
 
+ULPS = 4 * 2.0**-23
+"""Four units in the last place, of the largest weight of a row: scores are as exact as one or two, a quotient adds two
+units, a sum of up to K terms and a factor the rest."""
+
+DEPTH = 2.0**-23
+"""Of an exponential e^-d, times d: the exponent is rounded when it is subtracted, and when its base becomes 2."""
+
+UNDECIDED = 2.0**-21
+"""Of the values compared and the scores in them: two float32 ways to one score plus a bias differ by less."""
+
 DIGITS = 5e-5
 """Of the largest value, for numbers written down with five digits after the point, the largest of them above 0.1."""
 

@@ -450,6 +450,17 @@ SINKS = {
 }
 
 
+SINKS["given picks"] = (
+    "%here = row.given %i {size = 5}\n%s = math.sigmoid %x\n%g = row.gather %s, %here\n%y = row.scatter %g, %here {size = 5}",
+    """
+    CHECK: [[X:%.+]] = row.gather %x, %here
+    CHECK: [[S:%.+]] = math.sigmoid [[X]]
+    CHECK: [[A:%.+]] = math.less %here, 0.0 : tensor<Tx2xi1>
+    CHECK: %g = math.select [[A]], 0.0, [[S]] : tensor<Tx2xf32>
+    CHECK: %y = row.scatter %g, %here {size = 5}
+    """,
+)
+
 SINKS["a broadcast scattered"] = (
     (
         "%m = row.sum %p\n%g = row.gather %v, %i\n%b = math.broadcast %m, %g\n%w = math.mul %g, %b\n"
