@@ -311,11 +311,11 @@ class CompiledLayer:
                 return
             inputs = tuple(
                 (
-                    name,
-                    tuple(map(_native_size, declared.shape)),
-                    torch.empty(0, dtype=TORCH_DTYPES[declared.dtype], device="cpu"),
+                    argument.name,
+                    tuple(map(_native_size, argument.type.shape)),
+                    torch.empty(0, dtype=TORCH_DTYPES[argument.type.dtype], device="cpu"),
                 )
-                for name, declared in signature.inputs
+                for argument in signature.program.function.arguments
             )
             variants.append((inputs, signature.has_rows, table))
         types = launcher.module()
