@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from routing import DEPTH, GRADIENT, INF, NAN, ROUNDING, SATURATED, ULPS, UNDECIDED, device_of
+from routing import DEPTH, GRADIENT, INF, NAN, ROUNDING, SATURATED, SENT, ULPS, UNDECIDED, device_of
 
 import moesaic as mo
 from moesaic.passes.specialize import MAX_EXPERTS
@@ -320,7 +320,7 @@ def compare(case: Case, backend: str) -> int:
     depth = torch.zeros_like(wide.logits)
     if case.score == "softmax":  # a bias may pick experts of small probability
         depth = (wide.logits.amax(-1, keepdim=True) - wide.logits).nan_to_num(0.0, 0.0, 0.0)
-    noise = DEPTH * depth * dense["wanted"].abs()
+    noise = (DEPTH * depth * dense["wanted"].abs()).nan_to_num(0.0)
     close_rows("weights", dense["got"][rows], dense["wanted"][rows], ULPS, noise=noise[rows])
     probs = got.outputs["probs"]
     assert probs.dtype == storage
@@ -329,7 +329,7 @@ def compare(case: Case, backend: str) -> int:
     assert got.gradient.dtype == storage
     # The reference and the rules need not agree on what a NaN does to its own row; no other row may notice it.
     clean = rows & ~inputs.logits.isnan().any(-1)
-    digits = SATURATED * router.scale
+    digits = router.scale * (SATURATED + SENT * inputs.sent.abs().amax(-1, keepdim=True)[clean])
     close_rows("gradient", got.gradient[clean], wanted.gradient[clean], GRADIENT + ULPS, storage, noise=digits)
     return int(rows.sum())
 
