@@ -649,7 +649,7 @@ __device__ __forceinline__ void group_limit_lanes(const unsigned (&runs)[Experts
   static_assert(kBeside * kChunks == kGroups, "no chunk is dead in some lanes only");
   static_assert(kBest <= kList, "a chunk's best are in its run");
 
-  unsigned scores[kGroups];
+  unsigned scores[kGroups], own[kChunks];
 #pragma unroll
   for (int c = 0; c < kChunks; ++c) {
     unsigned best[kBest];
@@ -662,23 +662,20 @@ __device__ __forceinline__ void group_limit_lanes(const unsigned (&runs)[Experts
       for (int r = 0; r < kBest; ++r) other[r] = __shfl_xor_sync(kAllLanes, best[r], distance);
       keep_largest(best, other);
     }
-    const unsigned own = ordered_bits(sum_of_best<kBest>(best));
+    own[c] = ordered_bits(sum_of_best<kBest>(best));
 #pragma unroll
     for (int b = 0; b < kBeside; ++b) {
-      scores[c * kBeside + b] = kBeside == 1 ? own : __shfl_sync(kAllLanes, own, b * kSpan, Experts::kLanes);
+      scores[c * kBeside + b] = kBeside == 1 ? own[c] : __shfl_sync(kAllLanes, own[c], b * kSpan, Experts::kLanes);
     }
   }
 
 #pragma unroll
   for (int c = 0; c < kChunks; ++c) {
-    unsigned own = scores[c * kBeside];
-#pragma unroll
-    for (int b = 1; b < kBeside; ++b) own = lane / kSpan == b ? scores[c * kBeside + b] : own;
     int better = 0;
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
       const bool earlier = g / kBeside < c || (g / kBeside == c && g % kBeside < lane / kSpan);
-      better += scores[g] > own || (scores[g] == own && earlier) ? 1 : 0;
+      better += scores[g] > own[c] || (scores[g] == own[c] && earlier) ? 1 : 0;
     }
 #pragma unroll
     for (int j = 0; j < kVec; ++j) allowed[c * kVec + j] = better < kKeep;
