@@ -467,7 +467,7 @@ class _Emitter:
         ]
 
     def _sorts_chunks(self, op: row.TopK) -> bool:
-        """Whether the groups that limit a top-k score what it ranks in sorted chunks, which it can merge as they are."""
+        """Whether the groups that limit a top-k score what it ranks, so that both can use the same sorted chunks."""
         limit = op.allowed.op if isinstance(op.allowed, OpResult) else None
         return (
             isinstance(limit, row.GroupLimit)

@@ -17,7 +17,6 @@ from moesaic.ir.errors import InternalError, UnsupportedError
 from moesaic.ir.ops import math, row
 from moesaic.ir.ops.kernel import is_column_value
 
-
 SPARSE = 8
 """Experts a pick from which a row of zeros but for the picks is written through shared memory."""
 

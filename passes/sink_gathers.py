@@ -4,9 +4,9 @@ Elementwise arithmetic commutes with gather and scatter, so both move to where t
 
 - ``gather(f(x, m), i)`` becomes ``f(gather(x, i), m)``: K evaluations, and the gather reads memory instead of crossing
   lanes. ``gather(x, i)`` of what a top-k ranked is the top-k's values.
-- ``scatter(f(gather(x, i), m), i)`` becomes ``select(membership(i), f(x, m), 0)``, which needs no exchange, since each lane
-  holds its x and knows which of its experts were picked. But a row that is only written, and mostly zeros, stays
-  scattered: arithmetic for experts nobody picked costs more than a few picks that change lanes.
+- ``scatter(f(gather(x, i), m), i)`` becomes ``select(membership(i), f(x, m), 0)``, which needs no exchange, since each
+  lane holds its x and knows which of its experts were picked. But a row that is only written, and mostly zeros, stays
+  scattered: arithmetic for experts nobody picked costs more than moving the few picks.
 
 Both sides evaluate the same float32 expression on the same numbers, so no result changes.
 """

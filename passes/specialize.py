@@ -7,6 +7,7 @@ selecting gives the same picks. What it decides is how the work is spread.
 from __future__ import annotations
 
 import math as python_math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -77,6 +78,8 @@ class Specialize(Pass):
                 raise UsageError(
                     f"specialize: {option} must be one of {shown}, found {value!r}{suggestion(value, known)}"
                 )
+        if self.listed & (self.listed - 1) or self.listed < 0:
+            raise UsageError(f"specialize: listed must be a power of two, found {self.listed}")
         if self.threads % 32 or not 0 <= self.threads <= 1024:
             raise UsageError(f"specialize: threads must be a multiple of 32, at most 1024, found {self.threads}")
         for function in module.functions:
@@ -114,6 +117,10 @@ class Specialize(Pass):
         selections = [o for o in op.region.ops if isinstance(o, row.TopK)]
         if selections:  # one way for all: what suits the most picks
             most = max(selections, key=lambda o: o.k)
+            if 0 < self.listed * lanes < most.k:
+                raise UnsupportedError(
+                    f"specialize: lists of {self.listed} in {lanes} lanes cannot hold {most.k} picks; list more"
+                )
             way, listed = _selection(most, chunks * vec // lanes, lanes, self.listed)
             select["select"] = self.select or way
             if select["select"] == "merge":
@@ -172,15 +179,15 @@ def _selection(op: row.TopK, slots: int, lanes: int, listed: int) -> tuple[str, 
         return "sort", full
     packed = _packed(op)
     steps = lanes.bit_length() - 1
-    costs = {n: _merging(n, picks, slots, lanes) for n in (1, 2, 4, 8, 16, 32) if n <= full <= n * lanes}
+    costs = {n: merging_instructions(n, picks, slots, lanes) for n in (1, 2, 4, 8, 16, 32) if n <= full <= n * lanes}
     best = listed or min(costs, key=lambda n: (costs[n], n))
     merge = costs.get(best, 0.0) + (0 if packed else 4 * slots + 60)
     rounds = picks * ((4 if packed else 7) * slots + (4 if packed else 10) * steps)
     return ("merge" if full <= 16 and merge <= rounds else "rounds"), best
 
 
-def _merging(listed: int, picks: int, slots: int, lanes: int) -> float:
-    """Instructions of a lane that lists its best values and merges lists with the other lanes.
+def merging_instructions(listed: int, picks: int, slots: int, lanes: int) -> float:
+    """Instructions of a lane that lists its best values and merges lists with the other lanes, shuffles included.
 
     A list shorter than the picks may miss some; then the warp selects again from full lists. How often, for picks that
     fall on lanes as they like, is bounded by the sum over the lanes of its tokens.
@@ -190,21 +197,31 @@ def _merging(listed: int, picks: int, slots: int, lanes: int) -> float:
     depth = listed.bit_length() - 1
     exchanges = (depth * depth - depth + 4) * listed // 4 - 1 if depth else 0  # Batcher's odd-even merge sort
     cost = 2.0 * runs * exchanges + (runs - 1) * listed * (1 + depth)
-    own, group = listed, 1
-    while group < lanes:
-        doubled = own * group < full
-        cost += own if doubled else 0  # both halves are kept
-        own = own if doubled else max(1, own // 2)
-        group *= 2
-        strides = min(group, full // own).bit_length() - 1 - (1 if doubled else 0)
-        cost += own * (2 + 3 * strides + own.bit_length() - 1)
+    for own, strides, doubled in _merges(listed, picks, lanes):
+        cost += own * (2 + (1 if doubled else 0) + 3 * strides + own.bit_length() - 1)
     if listed >= picks:
         return cost
     share = 1 / lanes
     missed = sum(
         python_math.comb(picks, n) * share**n * (1 - share) ** (picks - n) for n in range(listed + 1, picks + 1)
     )
-    return cost + min(1.0, 32 * missed) * _merging(full, picks, slots, lanes)
+    return cost + min(1.0, 32 * missed) * merging_instructions(full, picks, slots, lanes)
+
+
+def merging_shuffles(listed: int, picks: int, lanes: int) -> int:
+    """Shuffles among those, where no list is too short."""
+    return sum(own * (1 + strides) for own, strides, _ in _merges(listed, picks, lanes)) + 2
+
+
+def _merges(listed: int, picks: int, lanes: int) -> Iterator[tuple[int, int, bool]]:
+    """Each step that merges the lists of two groups of lanes: values a lane holds after it, strides over lanes, and
+    whether the lists double; ``Ranks`` in ``select.cuh`` says how."""
+    full, own, group = _power_of_two(picks), listed, 1
+    while group < lanes:
+        doubled = own * group < full
+        own = own if doubled else max(1, own // 2)
+        group *= 2
+        yield own, min(group, full // own).bit_length() - 1 - (1 if doubled else 0), doubled
 
 
 def _packed(op: row.TopK) -> bool:
