@@ -19,7 +19,7 @@ from moesaic.ir.ops import col, math, row
 from moesaic.ir.ops.kernel import Ticket, segments_of
 from moesaic.ir.ops.launch import Kernel
 from moesaic.ir.types import DType
-from moesaic.passes.row_layout import Layout, experts_columns, infer_layouts, read_in_registers
+from moesaic.passes.row_layout import Layout, experts_columns, infer_layouts, read_in_registers, sparse_results
 
 STORAGE = {
     DType.BF16: "__nv_bfloat16",
@@ -88,6 +88,12 @@ class _Emitter:
         self.lanes = int(self.config["lanes"])
         self.threads = int(self.config["threads"])
         self.prefetch = self.config["prefetch"] == "on"
+        # 16-bit values that are ranked as they lie in memory.
+        self.stored_rows = {
+            o.x
+            for o in op.region.ops
+            if isinstance(o, row.TopK) and isinstance(o.x, BlockArgument) and o.x.type.dtype in (DType.BF16, DType.F16)
+        }
         self.alignment = [int(a) for a in self.config["alignment"].split(",")] if self.config["alignment"] else []
         title = banner(op, "every step between a token's logits and its routing")
         self.out = RowProgramParameters(title, op.symbol, self.segments)
@@ -96,7 +102,10 @@ class _Emitter:
         self.kept: set[Value] = set()  # values whose register array outlives the loop that fills it
         self.tables: dict[str, str] = {}
         self.selections: dict[Op, tuple[str, str, str]] = {}  # rank type, keys and last pick of each top-k
+        self.runs: dict[Value, tuple[str, str]] = {}  # by what is allowed: keys, and the best of each chunk
+        self.stored: dict[Value, str] = {}  # rows that are also needed as they lie in memory
         self.parameter_of: dict[Value, str] = {}
+        self.sparse = sparse_results(op.region)
         self.results: list[tuple[Value, str]] = []
 
     # ------------------------------------------------------------------------------------------------- overall
@@ -203,11 +212,20 @@ class _Emitter:
             if layout.kind == "experts" and self.prefetch and kind == "float":
                 section += self._prefetched(argument, self._align(argument, align))
                 self.kept.add(argument)
+            elif argument in self.stored_rows:
+                where = f"{pointer} + token * {pointer}_stride"
+                stored = self._as_stored(argument)
+                section.append(f"{self._storage(argument)} {stored}[Experts::kSlots];  // %{argument.name}")
+                section.append(
+                    f"moesaic::load_stored<Experts, /*align=*/{self._align(argument, align)}>({where}, {stored}, lane);"
+                )
+                section += self._widened(argument)
+                self.kept.add(argument)
             elif layout.is_row:
                 rows = self._rows(layout)
                 where = f"{pointer} + token * {pointer}_stride"
                 section.append(f"{kind} {name}[{rows}::kSlots];  // %{argument.name}")
-                load = "load_row" if kind == "float" else "fetch_row"  # integers stay as they are
+                load = "load_row" if kind == "float" else "load_stored"  # integers stay as they are
                 section.append(
                     f"moesaic::{load}<{rows}, /*align=*/{self._align(argument, align)}>({where}, {name}, lane);"
                 )
@@ -247,18 +265,33 @@ class _Emitter:
         fetch = (
             f"moesaic::fetch_row<Experts, /*align=*/{align}>({pointer} + {{token}} * {pointer}_stride, {ahead}, lane);"
         )
+        storage, stored = self._storage(argument), self._as_stored(argument)
         self.out.setup += [
-            f"{self._storage(argument)} {ahead}[Experts::kSlots];  // %{argument.name} of the next token",
+            f"moesaic::Chunk<Experts, {storage}> {ahead}[Experts::kChunks];  // %{argument.name} of the next token",
             "if (tokens > 0) {",
             "  " + fetch.format(token="moesaic::at_most(first_token, tokens - 1)"),
             "}",
         ]
+        arrived = [
+            f"{storage} {stored}[Experts::kSlots];  // %{argument.name}",
+            f"moesaic::unpack<Experts>({ahead}, {stored});",
+            *self._widened(argument),
+        ]
         return [
-            f"float {name}[Experts::kSlots];  // %{argument.name}",
-            f"moesaic::widen({ahead}, {name});",
+            *arrived,
             # Unconditional: behind a branch the compiler waits for the load. The last round fetches the last row again.
             fetch.format(token="moesaic::at_most(token + stride, tokens - 1)"),
         ]
+
+    def _as_stored(self, argument: BlockArgument) -> str:
+        if argument not in self.stored:
+            self.stored[argument] = self._unique(f"{self._name(argument)}_stored")
+        return self.stored[argument]
+
+    def _widened(self, argument: BlockArgument) -> list[str]:
+        """The floats of a row that is kept as it lies in memory, where anything wants them."""
+        name = self._name(argument)
+        return [f"float {name}[Experts::kSlots];", f"moesaic::widen({self._as_stored(argument)}, {name});"]
 
     def _align(self, value: Value, align: int) -> int:
         return max(align, value.type.dtype.bytes)
@@ -276,7 +309,8 @@ class _Emitter:
         while waiting:
             head = waiting[0]
             if not isinstance(head, math.Elementwise):
-                sections.append(self._collective(head))
+                if head not in self.sparse.values():
+                    sections.append(self._collective(head))
                 waiting.pop(0)
                 ready.update(head.results)
                 continue
@@ -371,48 +405,61 @@ class _Emitter:
 
     def _reduction(self, op: Op) -> list[str]:
         layout = self._layout(op.operands[0])
+        [x] = op.operands
+        name = self._name(x)
         function = "row_sum" if isinstance(op, row.Sum) else "row_max"
         if not layout.is_row:  # a row of one number
             return [f"const float {self._name(op.results[0])} = {self._read(op.operands[0], '')};"]
-        call = f"moesaic::{function}<{self._rows(layout)}>({self._name(op.operands[0])}, lane)"
+        if isinstance(op, row.Max) and x in self.stored_rows:
+            name, function = self.stored[x], "row_max_of_stored"
+        call = f"moesaic::{function}<{self._rows(layout)}>({name}, lane)"
         return [f"const float {self._name(op.results[0])} = {call};"]
 
     def _topk(self, op: Op) -> list[str]:
         assert isinstance(op, row.TopK)
         picks = self._rows(self.layouts[op.indices])
-        keys, picked, last = (self._unique(n) for n in ("keys", "picked", "last"))
-        raw = isinstance(op.x, BlockArgument) and op.x.type.dtype in (DType.BF16, DType.F16)
-        rank = self._alias(
-            "Rank",
-            f"moesaic::Rank<{STORAGE[op.x.type.dtype] if raw else 'float'}>",
-            "16-bit values rank with their column in one word" if raw else "",
-        )
-        allowed = f" && {self._read(op.allowed, 'i')}" if op.allowed is not None else ""
-        lines = [
-            f"{rank}::Key {keys}[Experts::kSlots];",
-            "#pragma unroll",
-            "for (int i = 0; i < Experts::kSlots; ++i) {",
-            f"  const bool live = Experts::live(i, lane){allowed};",
-            f"  {keys}[i] = live ? {rank}::make({self._read(op.x, 'i')}, Experts::column(i, lane)) : 0;",
-            "}",
-            f"{rank}::Pick {picked}[{picks}::kSlots], {last};",
-        ]
+        picked, last = self._unique("picked"), self._unique("last")
+        raw = op.x in self.stored_rows
+        rank = self._rank(op.x if raw else None)
         select = self.config["select"]
         if select == "merge" and not raw:
             select = "collect"  # values that fill a word are merged alone and collected with their columns
-        tables = []
+        listed = f", /*listed=*/{self._listed(op)}" if select in ("merge", "collect") else ""
+        arguments = ["lane", picked, last]
+        if self._sorts_chunks(op):
+            assert op.allowed is not None
+            select = "collect_runs"
+            keys, runs = self.runs[op.allowed]
+            arguments = [keys, runs, self._name(op.allowed), *arguments]
+            lines = []
+        else:
+            keys = self._unique("keys")
+            arguments = [keys, *arguments]
+            lines = [
+                f"{rank}::Key {keys}[Experts::kSlots];",
+                f"moesaic::rank_row<{rank}, Experts>({self.stored[op.x] if raw else self._array(op.x)}, {keys}, lane);",
+            ]
+            if op.allowed is not None:
+                lines += [
+                    "#pragma unroll",
+                    "for (int i = 0; i < Experts::kSlots; ++i) {",
+                    f"  {keys}[i] = {self._read(op.allowed, 'i')} ? {keys}[i] : 0;",
+                    "}",
+                ]
         if select == "sort":
             of_rank = rank.removeprefix(
                 "Rank"
             )  # top-ks of one kernel may rank different types, and pick different numbers
-            tables.append(self._table(f"sorted{of_rank}", f"{rank}::Pick", "Experts::kSlots * kLanes"))
-        elif select == "collect":
-            tables += [
+            arguments.append(self._table(f"sorted{of_rank}", f"{rank}::Pick", "Experts::kSlots * kLanes"))
+        elif select.startswith("collect"):
+            arguments += [
                 self._table("staged", "unsigned", "kExperts"),
                 self._table(f"reached{picks.removeprefix('Picks')}", "moesaic::Wide", f"{picks}::kColumns"),
             ]
-        call = ", ".join([keys, "lane", picked, last, *tables])
-        lines.append(f"moesaic::top_k_{select}<{rank}, Experts, {picks}>({call});")
+        lines += [
+            f"{rank}::Pick {picked}[{picks}::kSlots], {last};",
+            f"moesaic::top_k_{select}<{rank}, Experts, {picks}{listed}>({', '.join(arguments)});",
+        ]
         fills = []
         if self._used(op.indices):
             lines.append(f"int {self._name(op.indices)}[{picks}::kSlots];")
@@ -424,7 +471,7 @@ class _Emitter:
             fills.append(f"  {self._name(op.values)}[p] = here ? {rank}::value({picked}[p]) : 0.0f;")
             self.kept.add(op.values)
         if fills:
-            here = f"{picks}::live(p, lane)" + (f" && {picked}[p] != 0" if op.may_fall_short else "")
+            here = f"{picks}::live(p, lane)" + (f" && {rank}::is_pick({picked}[p])" if op.may_fall_short else "")
             fills.insert(0, f"  const bool here = {here};")
             lines += ["#pragma unroll", f"for (int p = 0; p < {picks}::kSlots; ++p) {{", *fills, "}"]
         self.selections[op] = (rank, keys, last)
@@ -435,15 +482,48 @@ class _Emitter:
         name = self._name(op.allowed)
         self.kept.add(op.allowed)
         arguments = f"Experts, /*groups=*/{op.groups}, /*keep=*/{op.keep}, /*best=*/{op.best}"
-        tables = ""
-        form = self.config["groups"]
-        if form == "shared":
+        if self.config["groups"] == "shared":
             staged = self._table("staged", "unsigned", "kExperts")
-            tables = f", {staged}, {self._table('kept_groups', 'unsigned char', str(op.groups))}"
+            kept = self._table("kept_groups", "unsigned char", str(op.groups))
+            return [
+                f"bool {name}[Experts::kSlots];",
+                f"moesaic::group_limit_shared<{arguments}>({self._array(op.x)}, {name}, {staged}, {kept}, lane);",
+            ]
+        selection = next((o for o in self.region.ops if isinstance(o, row.TopK) and o.allowed is op.allowed), None)
+        longer = selection is not None and self._sorts_chunks(selection)
+        keys, runs = self._unique("keys"), self._unique("runs")
+        if longer:
+            self.runs[op.allowed] = (keys, runs)
+        length = self._listed(selection) if longer else op.best
         return [
+            f"unsigned {keys}[Experts::kSlots], {runs}[Experts::kChunks][{length}];",
+            f"moesaic::rank_row<{self._rank(None)}, Experts>({self._array(op.x)}, {keys}, lane);",
+            f"moesaic::sort_chunks<Experts>({keys}, {runs});",
             f"bool {name}[Experts::kSlots];",
-            f"moesaic::group_limit_{form}<{arguments}>({self._array(op.x)}, {name}{tables}, lane);",
+            f"moesaic::group_limit_lanes<{arguments}>({runs}, {name}, lane);",
         ]
+
+    def _sorts_chunks(self, op: row.TopK) -> bool:
+        """Whether the groups that limit a top-k score what it ranks, so that both can use the same sorted chunks."""
+        limit = op.allowed.op if isinstance(op.allowed, OpResult) else None
+        return (
+            isinstance(limit, row.GroupLimit)
+            and limit.x is op.x
+            and op.x not in self.stored_rows
+            and (self.config["select"], self.config["groups"]) == ("merge", "lanes")
+            and self._listed(op) >= limit.best
+        )
+
+    def _listed(self, op: row.TopK) -> int:
+        """Values of a lane in a list. The choice is for the top-k with the most picks; more than picks never help."""
+        return min(int(self.config["listed"]), 1 << (op.k - 1).bit_length())
+
+    def _rank(self, stored: Value | None) -> str:
+        """How values are ranked: of 16 bits as they are stored, or floats."""
+        if stored is None:
+            return self._alias("Rank", "moesaic::Rank<float>", "")
+        storage = STORAGE[stored.type.dtype]
+        return self._alias("Rank", f"moesaic::Rank<{storage}>", "16-bit values rank with their column in one word")
 
     def _gather(self, op: Op) -> list[str]:
         assert isinstance(op, row.Gather)
@@ -517,14 +597,18 @@ class _Emitter:
         made_by = op.indices.op if isinstance(op.indices, OpResult) else None
         if isinstance(made_by, row.TopK):
             rank, keys, last = self.selections[made_by]
-            real = f"{keys}[i] != 0 && " if made_by.may_fall_short else ""  # the last pick may be none
-            return [
-                *lines,
-                "#pragma unroll",
-                "for (int i = 0; i < Experts::kSlots; ++i) {",
-                f"  {name}[i] = {real}{rank}::reaches({keys}[i], Experts::column(i, lane), {last});",
-                "}",
-            ]
+            lines.append(f"moesaic::picked_slots<{rank}, Experts>({keys}, {last}, {name}, lane);")
+            also = ""
+            if made_by.allowed in self.runs:  # these keys are of all experts
+                also = f"{self._name(made_by.allowed)}[i]"
+            elif made_by.may_fall_short:  # the last pick may be none, which every key reaches
+                also = f"{keys}[i] != 0"
+            if also:
+                lines += [
+                    "#pragma unroll",
+                    f"for (int i = 0; i < Experts::kSlots; ++i) {name}[i] = {name}[i] && {also};",
+                ]
+            return lines
         picks = self._rows(self.layouts[op.indices])
         away = _MAY_BE_AWAY if row.may_be_away(op.indices) else ""
         return [*lines, f"moesaic::membership<Experts, {picks}{away}>({self._array(op.indices)}, {name}, lane);"]
@@ -601,16 +685,16 @@ class _Emitter:
         for value, pointer in self.results:
             layout = self._layout(value)
             name = self._name(value)
-            if layout.kind == "column":
+            if value in self.sparse:
+                self.out.body.append(self._sparse(self.sparse[value], value, pointer))
+            elif layout.kind == "column":
                 self._finish(value, pointer)
             elif isinstance(value, OpResult) and isinstance(value.op, Ticket):
                 self.out.finish += ["", f"if (blockIdx.x == 0 && threadIdx.x == 0) moesaic::store_one({pointer}, 0);"]
             elif layout.is_row:
                 rows = self._rows(layout)
                 where = f"{pointer} + token * {layout.columns}"
-                vec = int(self.config["vec"]) if layout.kind == "experts" else 1
-                align = _power_of_two_factor(layout.columns * value.type.dtype.bytes)
-                align = min(16, align, vec * value.type.dtype.bytes)
+                align = self._result_align(layout, value)
                 section.append(f"moesaic::store_row<{rows}, /*align=*/{align}>({where}, {name}, lane);")
             elif layout.kind == "scalar":
                 cast = f"moesaic::from_float<{self._storage(value)}>({name})"
@@ -619,6 +703,36 @@ class _Emitter:
                 raise UnsupportedError(f"{self.op.symbol}: a row program cannot return {value.type}")
         if section:
             self.out.body.append(["if (active) {", *("  " + line for line in section), "}"])
+
+    def _result_align(self, layout: Layout, value: Value) -> int:
+        vec = int(self.config["vec"]) if layout.kind == "experts" else 1
+        align = _power_of_two_factor(layout.columns * value.type.dtype.bytes)
+        return min(16, align, vec * value.type.dtype.bytes)
+
+    def _sparse(self, op: row.Scatter | row.Membership, value: Value, pointer: str) -> list[str]:
+        """A result of zeros but for the picks, by way of a row of shared memory."""
+        layout = self._layout(value)
+        picks = self._rows(self.layouts[op.indices])
+        if isinstance(op, row.Scatter):
+            source, lines = self._picks_array(op.x, picks)
+        else:
+            source = self._unique("picked_ones")
+            lines = [
+                f"bool {source}[{picks}::kSlots];",
+                "#pragma unroll",
+                f"for (int p = 0; p < {picks}::kSlots; ++p) {source}[p] = true;",
+            ]
+        storage = self._storage(value)
+        table = self._table(f"{self._name(value)}_row", storage, "kExperts", zeroed=True)
+        where = f"{pointer} + token * {layout.columns}"
+        away = _MAY_BE_AWAY if row.may_be_away(op.indices) else ""
+        arguments = f"Experts, {picks}, /*align=*/{self._result_align(layout, value)}{away}"
+        return [
+            f"// {self._comment(op)}",
+            *lines,
+            f"moesaic::store_scattered<{arguments}>(",
+            f"    {where}, {source}, {self._array(op.indices)}, {table}, lane, active);",
+        ]
 
     def _finish(self, value: Value, pointer: str) -> None:
         assert isinstance(value, OpResult)
@@ -691,10 +805,7 @@ class _Emitter:
             self.tables[name] = unique
             self.out.setup.append(f"__shared__ __align__(16) {type} {unique}[kTokensPerBlock][{length}];")
             if zeroed:
-                self.out.setup += [
-                    f"for (int e = lane; e < {length}; e += kLanes) {unique}[slot][e] = 0;",
-                    "__syncwarp();",
-                ]
+                self.out.setup += [f"moesaic::clear<kLanes>({unique}[slot], lane);", "__syncwarp();"]
         return f"{self.tables[name]}[slot]"
 
     def _used(self, value: Value) -> bool:

@@ -13,10 +13,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moesaic.ir.core import Block, BlockArgument, Constant, Op, Value
+from moesaic.ir.core import Block, BlockArgument, Constant, Op, OpResult, Value
 from moesaic.ir.errors import InternalError, UnsupportedError
 from moesaic.ir.ops import col, math, row
 from moesaic.ir.ops.kernel import is_column_value
+
+SPARSE = 8
+"""Experts a pick from which a row of zeros but for the picks is written through shared memory."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +141,30 @@ def _values(region: Block) -> list[Value]:
     for op in region.ops:
         values.extend(op.results)
     return values
+
+
+def only_written(block: Block, value: Value) -> bool:
+    """Whether a value's only use is to leave the block, as it is or rounded."""
+    users = [op for op in block.ops if value in op.operands]
+    casts = [op for op in users if isinstance(op, math.Cast)]
+    return bool(users) and all(
+        op is block.terminator or (op in casts and only_written(block, op.results[0])) for op in users
+    )
+
+
+def sparse_results(region: Block) -> dict[Value, row.Scatter | row.Membership]:
+    """Results of a row program that are zeros but for the picks, and need not be in registers; with what makes them."""
+    found: dict[Value, row.Scatter | row.Membership] = {}
+    for value in region.terminator.operands:
+        made = value.op if isinstance(value, OpResult) else None
+        if isinstance(made, math.Cast):
+            made = made.x.op if isinstance(made.x, OpResult) else None
+        if not isinstance(made, row.Scatter | row.Membership) or not only_written(region, made.y):
+            continue
+        adds_up = isinstance(made, row.Scatter) and row.are_given(made.indices)
+        if not adds_up and (isinstance(made, row.Scatter) or made.size >= SPARSE * _columns(made.indices)):
+            found[value] = made
+    return found
 
 
 class _Classes:

@@ -4,8 +4,9 @@ Elementwise arithmetic commutes with gather and scatter, so both move to where t
 
 - ``gather(f(x, m), i)`` becomes ``f(gather(x, i), m)``: K evaluations, and the gather reads memory instead of crossing
   lanes. ``gather(x, i)`` of what a top-k ranked is the top-k's values.
-- ``scatter(f(gather(x, i), m), i)`` becomes ``select(membership(i), f(x, m), 0)``: dense outputs need no exchange at
-  all, since each lane holds its x and knows which of its experts were picked.
+- ``scatter(f(gather(x, i), m), i)`` becomes ``select(membership(i), f(x, m), 0)``, which needs no exchange, since each
+  lane holds its x and knows which of its experts were picked. But a row that is only written, and mostly zeros, stays
+  scattered: arithmetic for experts nobody picked costs more than moving the few picks.
 
 Both sides evaluate the same float32 expression on the same numbers, so no result changes.
 
@@ -22,21 +23,28 @@ from moesaic.ir.core import Block, BlockArgument, Constant, Module, Op, OpResult
 from moesaic.ir.ops import math, row
 from moesaic.passes.manager import Pass, PassContext
 from moesaic.passes.rewriting import in_every_block, inserting_before, replace_op
+from moesaic.passes.row_layout import SPARSE, only_written
 
 
 @dataclass(frozen=True)
 class SinkGathers(Pass):
-    """Rewrites gathers, then scatters, in every block."""
+    """Rewrites gathers, then scatters, in every block.
+
+    Options:
+        sparse: experts a pick from which a row that is only written stays scattered (0: none does).
+    """
 
     name: ClassVar[str] = "sink-gathers"
     requires: ClassVar[str | None] = "expanded"
     establishes: ClassVar[str | None] = "expanded"
 
+    sparse: int = SPARSE
+
     def run(self, module: Module, context: PassContext) -> bool:
-        return in_every_block(module, sink_block)
+        return in_every_block(module, lambda block: sink_block(block, self.sparse))
 
 
-def sink_block(block: Block) -> bool:
+def sink_block(block: Block, sparse: int = SPARSE) -> bool:
     """Rewrites one block; says whether anything changed."""
     changed = False
     for op in list(block.ops):
@@ -55,6 +63,9 @@ def sink_block(block: Block) -> bool:
             replace_op(block, op, [value])
             changed = True
         elif isinstance(op, row.Scatter) and not row.are_given(op.indices):
+            picks = op.indices.type.shape[-1]
+            if sparse and isinstance(picks, int) and op.size >= sparse * picks and only_written(block, op.y):
+                continue
             with inserting_before(block, op):
                 start = len(block.ops)
                 dense = _Spread(op).value(op.x)

@@ -7,6 +7,7 @@ selecting gives the same picks. What it decides is how the work is spread.
 from __future__ import annotations
 
 import math as python_math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -17,7 +18,7 @@ from moesaic.ir.ops.kernel import segments_of
 from moesaic.ir.ops.launch import Kernel
 from moesaic.ir.types import DType
 from moesaic.passes.manager import Pass, PassContext
-from moesaic.passes.row_layout import Layout, experts_columns, infer_layouts
+from moesaic.passes.row_layout import Layout, experts_columns, infer_layouts, sparse_results
 
 MAX_EXPERTS = 1024
 """Longest row that fits the registers of one warp; longer ones need a form in shared memory."""
@@ -48,6 +49,7 @@ class Specialize(Pass):
         target: the GPU architecture the kernels are for.
         lanes, threads: override the rule for row programs (0: the rule decides).
         select: override how a top-k selects: merge, rounds or sort (empty: the rule decides).
+        listed: override how many of its values a lane lists for merging, a power of two (0: the rule decides).
         prefetch: override whether a row is fetched while the one before is worked on: on or off (empty: the rule).
         resident: override how many blocks a multiprocessor should hold at least, which bounds registers (0: rule).
         tokens: few or many: few tokens fill a GPU only if many lanes share one.
@@ -63,6 +65,7 @@ class Specialize(Pass):
     lanes: int = 0
     threads: int = 0
     select: str = ""
+    listed: int = 0
     prefetch: str = ""
     resident: int = 0
     tokens: str = "many"
@@ -76,6 +79,8 @@ class Specialize(Pass):
                 raise UsageError(
                     f"specialize: {option} must be one of {shown}, found {value!r}{suggestion(value, known)}"
                 )
+        if self.listed & (self.listed - 1) or self.listed < 0:
+            raise UsageError(f"specialize: listed must be a power of two, found {self.listed}")
         if self.threads % 32 or not 0 <= self.threads <= 1024:
             raise UsageError(f"specialize: threads must be a multiple of 32, at most 1024, found {self.threads}")
         for function in module.functions:
@@ -113,7 +118,14 @@ class Specialize(Pass):
         selections = [o for o in op.region.ops if isinstance(o, row.TopK)]
         if selections:  # one way for all: what suits the most picks
             most = max(selections, key=lambda o: o.k)
-            select["select"] = self.select or _selection(most, chunks * vec // lanes, lanes)
+            if 0 < self.listed * lanes < most.k:
+                raise UnsupportedError(
+                    f"specialize: lists of {self.listed} in {lanes} lanes cannot hold {most.k} picks; list more"
+                )
+            way, listed = _selection(most, chunks * vec // lanes, lanes, self.listed)
+            select["select"] = self.select or way
+            if select["select"] == "merge":
+                select["listed"] = str(listed)
         limits = [o for o in op.region.ops if isinstance(o, row.GroupLimit)]
         if limits:
             in_lanes = all(_groups_in_lanes(o, experts, vec, lanes) for o in limits)
@@ -166,21 +178,58 @@ def _power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def _selection(op: row.TopK, slots: int, lanes: int) -> str:
-    """The cheapest way to select by an estimate of instructions a lane; many picks sort the row in shared memory."""
+def _selection(op: row.TopK, slots: int, lanes: int, listed: int) -> tuple[str, int]:
+    """The cheapest way to select by an estimate of instructions a lane, and how many of its values a lane lists for
+    merging: `listed`, unless that is 0. Many picks sort the row in shared memory."""
     picks = op.k
+    full = _power_of_two(picks)
     if picks > 32:
-        return "sort"
-    listed = _power_of_two(picks)
-    depth = listed.bit_length() - 1
-    steps = lanes.bit_length() - 1
+        return "sort", full
     packed = _packed(op)
-    runs = -(-slots // listed)
-    sort = runs * listed * depth * (depth + 1) // 2
-    keep = listed * (1 + depth)
-    merge = sort + (runs - 1 + steps) * keep + steps * listed * 2 + (0 if packed else 4 * slots + 60)
+    steps = lanes.bit_length() - 1
+    costs = {n: merging_instructions(n, picks, slots, lanes) for n in (1, 2, 4, 8, 16, 32) if n <= full <= n * lanes}
+    best = listed or min(costs, key=lambda n: (costs[n], n))
+    merge = costs.get(best, 0.0) + (0 if packed else 4 * slots + 60)
     rounds = picks * ((4 if packed else 7) * slots + (4 if packed else 10) * steps)
-    return "merge" if listed <= 16 and merge <= rounds else "rounds"
+    return ("merge" if full <= 16 and merge <= rounds else "rounds"), best
+
+
+def merging_instructions(listed: int, picks: int, slots: int, lanes: int) -> float:
+    """Instructions of a lane that lists its best values and merges lists with the other lanes, shuffles included.
+
+    A list shorter than the picks may miss some; then the warp selects again from full lists. How often, for picks that
+    fall on lanes as they like, is bounded by the sum over the lanes of its tokens.
+    """
+    full = _power_of_two(picks)
+    runs = -(-slots // listed)
+    depth = listed.bit_length() - 1
+    exchanges = (depth * depth - depth + 4) * listed // 4 - 1 if depth else 0  # Batcher's odd-even merge sort
+    cost = 2.0 * runs * exchanges + (runs - 1) * listed * (1 + depth)
+    for own, strides, doubled in _merges(listed, picks, lanes):
+        cost += own * (2 + (1 if doubled else 0) + 3 * strides + own.bit_length() - 1)
+    if listed >= picks:
+        return cost
+    share = 1 / lanes
+    missed = sum(
+        python_math.comb(picks, n) * share**n * (1 - share) ** (picks - n) for n in range(listed + 1, picks + 1)
+    )
+    return cost + min(1.0, 32 * missed) * merging_instructions(full, picks, slots, lanes)
+
+
+def merging_shuffles(listed: int, picks: int, lanes: int) -> int:
+    """Shuffles among those, where no list is too short."""
+    return sum(own * (1 + strides) for own, strides, _ in _merges(listed, picks, lanes)) + 2
+
+
+def _merges(listed: int, picks: int, lanes: int) -> Iterator[tuple[int, int, bool]]:
+    """Each step that merges the lists of two groups of lanes: values a lane holds after it, strides over lanes, and
+    whether the lists double; ``Ranks`` in ``select.cuh`` says how."""
+    full, own, group = _power_of_two(picks), listed, 1
+    while group < lanes:
+        doubled = own * group < full
+        own = own if doubled else max(1, own // 2)
+        group *= 2
+        yield own, min(group, full // own).bit_length() - 1 - (1 if doubled else 0), doubled
 
 
 def _packed(op: row.TopK) -> bool:
@@ -207,7 +256,9 @@ def _shared_bytes_per_token(region: Block, experts: int, padded: int, choices: d
         elif isinstance(op, row.GroupLimit) and choices["groups"] == "shared":
             total += op.groups
             staged = True
-    if any(isinstance(o, row.Scatter) for o in region.ops):
+    sparse = sparse_results(region)
+    total += sum(value.type.dtype.bytes * experts for value in sparse)
+    if any(isinstance(o, row.Scatter) and o not in sparse.values() for o in region.ops):
         total += 4 * experts
     if any(isinstance(o, row.Gather) and not isinstance(o.x, BlockArgument) for o in region.ops):
         total += 4 * experts

@@ -48,8 +48,8 @@ TIE = 1e-6
 where two float32 ways to one sum differ by a few units in the last place (5e-7)."""
 
 SENT = 2.0**-22
-"""Of the largest cotangent of a row: a gradient subtracts their weighted mean from one of them, two roundings of sums of
-as many terms as there are picks. Where a weight is near 1, that difference is near 0."""
+"""Of the largest cotangent of a row: a gradient subtracts their weighted mean from one of them, two roundings of sums
+of as many terms as there are picks. Where a weight is near 1, that difference is near 0."""
 
 ULPS = 4 * 2.0**-23
 """Four units in the last place, of the largest weight of a row: scores are as exact as one or two, a quotient adds two

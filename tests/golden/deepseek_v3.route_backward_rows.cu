@@ -32,12 +32,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, /*blocks per multiprocess
   const long long first_token = static_cast<long long>(blockIdx.x) * kTokensPerBlock + slot;
   const long long stride = static_cast<long long>(gridDim.x) * kTokensPerBlock;
 
-  __nv_bfloat16 logits_ahead[Experts::kSlots];  // %logits of the next token
+  moesaic::Chunk<Experts, __nv_bfloat16> logits_ahead[Experts::kChunks];  // %logits of the next token
   if (tokens > 0) {
     moesaic::fetch_row<Experts, /*align=*/16>(logits_ptr + moesaic::at_most(first_token, tokens - 1) * logits_ptr_stride, logits_ahead, lane);
   }
   __shared__ __align__(16) float scattered[kTokensPerBlock][kExperts];
-  for (int e = lane; e < kExperts; e += kLanes) scattered[slot][e] = 0;
+  moesaic::clear<kLanes>(scattered[slot], lane);
   __syncwarp();
 
   for (long long first = first_token - slot; first < tokens; first += stride) {
@@ -45,8 +45,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, /*blocks per multiprocess
     const bool active = first + slot < tokens;
     const long long token = active ? first + slot : tokens - 1;
 
-    float logits[Experts::kSlots];  // %logits
-    moesaic::widen(logits_ahead, logits);
+    __nv_bfloat16 logits_stored[Experts::kSlots];  // %logits
+    moesaic::unpack<Experts>(logits_ahead, logits_stored);
+    float logits[Experts::kSlots];
+    moesaic::widen(logits_stored, logits);
     moesaic::fetch_row<Experts, /*align=*/16>(logits_ptr + moesaic::at_most(token + stride, tokens - 1) * logits_ptr_stride, logits_ahead, lane);
     float d_weights[Picks::kSlots];  // %d_weights
     moesaic::load_row<Picks, /*align=*/16>(d_weights_ptr + token * d_weights_ptr_stride, d_weights, lane);

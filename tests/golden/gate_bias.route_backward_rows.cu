@@ -35,7 +35,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, /*blocks per multiprocess
   const long long stride = static_cast<long long>(gridDim.x) * kTokensPerBlock;
 
   __shared__ __align__(16) float scattered[kTokensPerBlock][kExperts];
-  for (int e = lane; e < kExperts; e += kLanes) scattered[slot][e] = 0;
+  moesaic::clear<kLanes>(scattered[slot], lane);
   __syncwarp();
   float d_gate_bias[Experts::kSlots];  // %d_gate_bias, this lane's share of the sums over tokens
 #pragma unroll

@@ -107,15 +107,53 @@ __device__ __forceinline__ float row_max(const float (&x)[R::kSlots], int lane) 
   return lanes_max<R::kLanes>(best);
 }
 
-// A row of global memory into registers as it is stored; kAlign is what the row's address is aligned to, in bytes.
+// Two 16-bit values in one register.
+__device__ __forceinline__ __nv_bfloat162 pair_of(__nv_bfloat16 low, __nv_bfloat16 high) {
+  return __halves2bfloat162(low, high);
+}
+__device__ __forceinline__ __half2 pair_of(__half low, __half high) { return __halves2half2(low, high); }
+
+// row_max of 16-bit values as they are stored, two an instruction.
+template <class R, typename T>
+__device__ __forceinline__ float row_max_of_stored(const T (&x)[R::kSlots], int lane) {
+  const T none = from_float<T>(-infinity());
+  auto best = pair_of(none, none);
+#pragma unroll
+  for (int i = 0; i < R::kSlots; i += 2) {
+    const T low = R::live(i, lane) ? x[i] : none;
+    const T high = i + 1 < R::kSlots && R::live(i + 1, lane) ? x[(i + 1) % R::kSlots] : none;
+    best = __hmax2_nan(best, pair_of(low, high));
+  }
+  return lanes_max<R::kLanes>(maximum(to_float(best.x), to_float(best.y)));
+}
+
+// A chunk as it lies in memory.
+template <class R, typename T>
+struct Chunk {
+  static constexpr int kWord = smaller(4, R::kVec * static_cast<int>(sizeof(T)));
+  typename Word<kWord>::type words[R::kVec * static_cast<int>(sizeof(T)) / kWord];
+};
+
+// A row of global memory into registers as it is stored; kAlign is what the row's address is aligned to, in bytes. Dead
+// slots become 0.
 template <class R, int kAlign, typename T>
-__device__ __forceinline__ void fetch_row(const T* row, T (&stored)[R::kSlots], int lane) {
+__device__ __forceinline__ void fetch_row(const T* row, Chunk<R, T> (&chunks)[R::kChunks], int lane) {
 #pragma unroll
   for (int c = 0; c < R::kChunks; ++c) {
     T values[R::kVec] = {};
     if (R::live(c * R::kVec, lane)) load<R::kVec, kAlign>(row + R::column(c * R::kVec, lane), values);
+    memcpy(&chunks[c], values, sizeof(values));
+  }
+}
+
+template <class R, typename T>
+__device__ __forceinline__ void unpack(const Chunk<R, T> (&chunks)[R::kChunks], T (&stored)[R::kSlots]) {
 #pragma unroll
-    for (int j = 0; j < R::kVec; ++j) stored[c * R::kVec + j] = values[j];
+  for (int c = 0; c < R::kChunks; ++c) {
+    Chunk<R, T> chunk = chunks[c];
+#pragma unroll
+    for (auto& word : chunk.words) keep_whole(word);
+    memcpy(&stored[c * R::kVec], &chunk, sizeof(chunk));
   }
 }
 
@@ -125,11 +163,17 @@ __device__ __forceinline__ void widen(const T (&stored)[kSlots], float (&x)[kSlo
   for (int i = 0; i < kSlots; ++i) x[i] = to_float(stored[i]);
 }
 
-// Fetches and widens; dead slots become 0.
+// A row as it is stored; widened; of integers.
+template <class R, int kAlign, typename T>
+__device__ __forceinline__ void load_stored(const T* row, T (&stored)[R::kSlots], int lane) {
+  Chunk<R, T> chunks[R::kChunks];
+  fetch_row<R, kAlign>(row, chunks, lane);
+  unpack<R>(chunks, stored);
+}
 template <class R, int kAlign, typename T>
 __device__ __forceinline__ void load_row(const T* row, float (&x)[R::kSlots], int lane) {
   T stored[R::kSlots];
-  fetch_row<R, kAlign>(row, stored, lane);
+  load_stored<R, kAlign>(row, stored, lane);
   widen(stored, x);
 }
 
@@ -179,6 +223,20 @@ __device__ __forceinline__ void from_shared(const T* shared_row, T (&x)[R::kSlot
     W word = {};
     if (R::live(first, lane)) word = *reinterpret_cast<const W*>(shared_row + R::column(first, lane));
     memcpy(&x[first], &word, sizeof(word));
+  }
+}
+
+// A token's row of shared memory to zeros.
+template <int kLanes, typename T, int N>
+__device__ __forceinline__ void clear(T (&shared_row)[N], int lane) {
+  constexpr int kBytes = N * static_cast<int>(sizeof(T));
+  constexpr int kWord = smaller(16, kBytes & -kBytes);
+  using W = typename Word<kWord>::type;
+  W* const words = reinterpret_cast<W*>(shared_row);
+#pragma unroll
+  for (int i = 0; i < ceil_div(kBytes / kWord, kLanes); ++i) {
+    const int word = i * kLanes + lane;
+    if (word < kBytes / kWord) words[word] = W{};
   }
 }
 
@@ -265,6 +323,36 @@ __device__ __forceinline__ void scatter_added(const float (&x)[Picks::kSlots], c
 #pragma unroll
   for (int p = 0; p < Picks::kSlots; ++p) {
     if (places[p] >= 0) zero_row[places[p]] = 0.0f;
+  }
+}
+
+// The same straight to a row of global memory, for rows that are zeros but for the picks: no lane holds any of it in
+// registers. x is rounded to the elements of the row.
+template <class Experts, class Picks, int kAlign, bool kMayBeAway = false, typename T, typename X>
+__device__ __forceinline__ void store_scattered(T* row, const X (&x)[Picks::kSlots],
+                                                const int (&indices)[Picks::kSlots], T* zero_row, int lane,
+                                                bool active) {
+  constexpr int kVec = Experts::kVec;
+  __syncwarp();
+#pragma unroll
+  for (int p = 0; p < Picks::kSlots; ++p) {
+    if (reads<Picks, kMayBeAway>(p, indices[p], lane)) zero_row[indices[p]] = to_element<T>(x[p]);
+  }
+  __syncwarp();
+#pragma unroll
+  for (int c = 0; c < Experts::kChunks; ++c) {
+    const int column = Experts::column(c * kVec, lane);
+    if (!Experts::live(c * kVec, lane) || !active) continue;
+    typename Word<kVec * static_cast<int>(sizeof(T))>::type word;
+    memcpy(&word, zero_row + column, sizeof(word));
+    T values[kVec];
+    memcpy(values, &word, sizeof(word));
+    store<kVec, kAlign>(row + column, values);
+  }
+  __syncwarp();
+#pragma unroll
+  for (int p = 0; p < Picks::kSlots; ++p) {
+    if (reads<Picks, kMayBeAway>(p, indices[p], lane)) zero_row[indices[p]] = T();
   }
 }
 
