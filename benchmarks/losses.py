@@ -47,6 +47,11 @@ def run(layer: CompiledLayer, inputs: Inputs, bias: torch.Tensor | None, *, back
     return torch.autograd.grad(sent, inputs.leaf, cotangents)
 
 
+def timer_of(layer: CompiledLayer, inputs: list[Inputs], bias: torch.Tensor | None, backward: bool) -> GraphTimer:
+    """A timer that goes round the input sets."""
+    return GraphTimer(lambda i: run(layer, inputs[i], bias, backward=backward), len(inputs))
+
+
 def check(case: Case, layer: CompiledLayer, inputs: Inputs, bias: torch.Tensor | None) -> None:
     """Compares the loss and its gradient with the formula. Raises `AssertionError`."""
     result = layer(inputs.leaf, **({} if bias is None else {"bias": bias}))
@@ -84,13 +89,7 @@ def main() -> int:
                 bias = make_bias(case, generator)
                 check(case, layers["balance"], inputs[0], bias)
                 for backward in (False, True):
-                    timers = {
-                        form: GraphTimer(
-                            lambda i, layer=layer, backward=backward: run(layer, inputs[i], bias, backward=backward),
-                            sets,
-                        )
-                        for form, layer in layers.items()
-                    }
+                    timers = {form: timer_of(layer, inputs, bias, backward) for form, layer in layers.items()}
                     samples: dict[str, list[float]] = {form: [] for form in FORMS}
                     for _ in range(3):  # in turn: the clock drifts
                         for form, timer in timers.items():

@@ -31,6 +31,8 @@ _SLOTS_OF_WIDE_RANKS = 16
 _LANES_OF_FEW = 16
 _PICKS_A_LANE = 8  # many picks need registers of their own
 _RESIDENT_WITH_GROUPS = 4  # blocks a multiprocessor; without the bound, registers leave it half empty
+_RESIDENT_WHERE_COMPACT = 8  # a kernel that only selects waits for what it loads: more warps hide more of that
+_SUMMED_SLOTS = 16  # from so many on, a lane keeps its sums over tokens in shared memory
 _PREFETCH_EXPERTS = 128  # shorter rows leave enough loads in flight as it is
 
 
@@ -88,7 +90,7 @@ class Specialize(Pass):
             aligned: dict[Value, int] = dict(zip(function.arguments, given, strict=False))
             for op in function.body.ops:
                 if isinstance(op, Kernel):
-                    config = {"threads": "256"} if op.template == "col_finish" else self._row_program(op, aligned)
+                    config = {"threads": "1024"} if op.template == "col_finish" else self._row_program(op, aligned)
                     op.attributes["config"] = ("target=" + self.target, *(f"{k}={v}" for k, v in config.items()))
         return True
 
@@ -134,7 +136,13 @@ class Specialize(Pass):
         threads = self.threads or (64 if self.tokens == "few" else 256 if columns and not grouped else 128)
         per_token = _shared_bytes_per_token(op.region, experts, chunks * vec, select)
         fixed = sum(4 * experts for o in columns if isinstance(o, col.Count))
-        per_warp = sum(4 * _columns(o.x) for o in columns if isinstance(o, col.Sum))
+        sums = [o for o in columns if isinstance(o, col.Sum)]
+        per_warp = sum(4 * _columns(o.x) for o in sums)
+        slots_a_lane = chunks * vec // lanes
+        if slots_a_lane >= _SUMMED_SLOTS and any(layouts[o.x].kind == "experts" for o in sums):
+            # In registers, the sums of long rows would leave room for fewer warps.
+            select["sums"] = "shared"
+            per_warp += 32 * 4 * slots_a_lane * sum(layouts[o.x].kind == "experts" for o in sums)
         while threads > 32 and fixed + per_warp * threads // 32 + per_token * threads // lanes > _SHARED_LIMIT:
             threads //= 2
         alignment = [aligned.get(v, 16) for v in op.operands[: op.reads]]
@@ -143,15 +151,18 @@ class Specialize(Pass):
         rows = [a for a in op.region.arguments if layouts[a].kind == "experts"]
         wanted = dense and len(rows) == 1 and experts >= _PREFETCH_EXPERTS and not wide and self.tokens == "many"
         wanted = wanted and not segments_of(op.region)  # the next token of a sequence may lie far away
-        bounded = grouped and threads == 128 and experts <= 256
+        bounded = grouped and threads == 128 and experts <= 256 and not sums
         prefetch = self.prefetch or ("on" if wanted else "off")
+        resident = _RESIDENT_WITH_GROUPS if bounded else 1
+        if select.get("select") == "merge" and not (wide or dense or limits or columns) and threads == 128 and vec > 1:
+            resident = _RESIDENT_WHERE_COMPACT
         return {
             "lanes": str(lanes),
             "vec": str(vec),
             "threads": str(threads),
             "grid": "persistent" if columns or segments_of(op.region) or prefetch == "on" else "cover",
             "prefetch": prefetch,
-            "resident": str(self.resident or (_RESIDENT_WITH_GROUPS if bounded else 1)),
+            "resident": str(self.resident or resident),
             **select,
             "alignment": ",".join(map(str, alignment)),
         }
@@ -251,8 +262,9 @@ def _shared_bytes_per_token(region: Block, experts: int, padded: int, choices: d
     staged = False
     for op in region.ops:
         if isinstance(op, row.TopK):
-            total += {"sort": 8 * padded, "merge": 8 * op.k}.get(choices["select"], 0)
-            staged |= choices["select"] == "merge"
+            collects = choices["select"] == "merge" and not _packed(op)
+            total += 8 * padded if choices["select"] == "sort" else 8 * op.k if collects else 0
+            staged |= collects
         elif isinstance(op, row.GroupLimit) and choices["groups"] == "shared":
             total += op.groups
             staged = True
