@@ -65,11 +65,15 @@ class Signature:
     """What a call has to know of a program, as plain values."""
 
     program: Program
-    inputs: tuple[tuple[str, TensorType], ...]
+    inputs: tuple[tuple[str, TensorType, str], ...]
+    """Name, type, and the symbol of the first dimension: T, N or none."""
     columns: int
     has_rows: tuple[bool, ...]
     segments: str
     """How the tokens of sequences lie in the logits, if anything is computed by sequence; else empty."""
+    sequences: str
+    """The input that has a row for each sequence and nothing in it, and is made from the logits' shape; empty if none
+    is."""
 
 
 _signatures: dict[str, Signature] = {}
@@ -91,10 +95,11 @@ def signature_of(handle: str) -> Signature:
             )
         found = _signatures[handle] = Signature(
             program=program,
-            inputs=tuple((a.name, a.type) for a in function.arguments),
+            inputs=tuple((a.name, a.type, a.type.leading) for a in function.arguments),
             columns=columns,
             has_rows=tuple(t.leading == "T" for t in function.result_types),
             segments=_segments(function),
+            sequences=next((a.name for a in function.arguments if _is_only_a_number_of_sequences(a.type)), ""),
         )
     return found
 
@@ -104,6 +109,10 @@ def _segments(function: Function) -> str:
     if len(found) > 1:
         raise InputError(f"@{function.name} computes by sequence in two orders of tokens: {', '.join(sorted(found))}")
     return found.pop() if found else ""
+
+
+def _is_only_a_number_of_sequences(type: TensorType) -> bool:
+    return type.leading == "N" and type.shape[1:] == (0,)
 
 
 @torch.compiler.assume_constant_result
@@ -272,15 +281,18 @@ class CompiledLayer:
     def _warm_up(self, program: Program, tokens: int, device: torch.device | str, backward: bool) -> None:
         """Calls the layer on zeros, forward and backward, so that everything it needs is there."""
         made = {}
-        for argument in program.function.arguments:
-            if argument.type.leading == "N":
-                continue  # comes from the shape of the logits
-            shape = [tokens if isinstance(d, Affine) else d for d in argument.type.shape]
-            made[argument.name] = torch.zeros(shape, dtype=TORCH_DTYPES[argument.type.dtype], device=device)
+        signature = signature_of(program.key)
+        for name, declared, leading in signature.inputs:
+            if name != signature.sequences:
+                length = tokens if leading == "T" else 1
+                shape = [length if isinstance(d, Affine) else d for d in declared.shape]
+                made[name] = torch.zeros(shape, dtype=TORCH_DTYPES[declared.dtype], device=device)
         first, *rest = made.items()
-        if signature_of(program.key).segments:
-            first = (first[0], first[1].unsqueeze(0))
-            rest = [(n, t.unsqueeze(0) if t.dim() == 2 else t) for n, t in rest]
+        if signature.segments:  # one sequence
+            axis = 0 if signature.segments == "batch_first" else 1
+            of_tokens = {n for n, _, leading in signature.inputs if leading == "T"}
+            first = (first[0], first[1].unsqueeze(axis))
+            rest = [(n, t.unsqueeze(axis) if n in of_tokens else t) for n, t in rest]
         with torch.no_grad():
             self(first[1], **dict(rest))
         if not backward:
@@ -497,34 +509,36 @@ def _bind(signature: Signature, logits: torch.Tensor, inputs: Mapping[str, torch
         raise InputError(f"{name} must have shape [..., {signature.columns}], found {list(logits.shape)}")
     rows = logits if logits.dim() == 2 else logits.reshape(-1, signature.columns)
     tensors = [_dense_rows(rows)]
-    for name, declared in signature.inputs[1:]:
+    for name, declared, leading in signature.inputs[1:]:
         given = inputs.get(name)
-        if given is None and declared.leading == "N":
-            tensors.append(_sequences(signature, logits))
+        if given is None and name == signature.sequences:
+            # An empty batch counts as one empty sequence.
+            tensors.append(logits.new_empty((_sequences(signature, logits) or 1, 0), dtype=torch.float32))
             continue
         if given is None:
             _refuse_undeclared(signature, inputs)  # a slip of the pen is the likeliest reason
             raise InputTypeError(f"input {name!r} ({declared}) is missing")
-        tensors.append(_dense_rows(_checked(name, declared, given, rows, logits.shape[:-1])))
-    if len(inputs) >= len(tensors) - bool(signature.segments):
+        lengths = (_sequences(signature, logits),) if leading == "N" else tuple(logits.shape[:-1])
+        tensors.append(_dense_rows(_checked(name, declared, given, rows, lengths if leading else None)))
+    if len(inputs) >= len(tensors) - bool(signature.sequences):
         _refuse_undeclared(signature, inputs)
     return tensors
 
 
-def _sequences(signature: Signature, logits: torch.Tensor) -> torch.Tensor:
-    """A tensor without elements whose rows are the sequences; an empty batch counts as one empty sequence."""
+def _sequences(signature: Signature, logits: torch.Tensor) -> int:
+    """N, from the shape of the logits."""
     axis = 0 if signature.segments == "batch_first" else 1
     if logits.dim() != 3:
         order = "[N, S, E]" if axis == 0 else "[S, N, E]"
         raise InputError(
-            f"a loss by sequence is declared, {signature.segments}: logits must have the shape {order}, "
-            f"found {list(logits.shape)}"
+            f"a loss by sequence is declared, {signature.segments}: {signature.inputs[0][0]} must have the shape "
+            f"{order}, found {list(logits.shape)}"
         )
-    return logits.new_empty((logits.shape[axis] if logits.shape[axis] != 0 else 1, 0), dtype=torch.float32)
+    return logits.shape[axis]
 
 
 def _refuse_undeclared(signature: Signature, inputs: Mapping[str, torch.Tensor]) -> None:
-    known = [n for n, _ in signature.inputs[1:]]
+    known = [n for n, _, _ in signature.inputs[1:]]
     for name in inputs:
         if name not in known:
             raise InputTypeError(
@@ -545,28 +559,35 @@ def _dense_rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous()
 
 
-def _number(name: str, given: object, rows: torch.Tensor) -> object:
-    """A Python number, or a tensor of one integer, as the float scalar that kernels read; without a synchronisation."""
+def as_number(name: str, given: object, rows: torch.Tensor) -> torch.Tensor:
+    """A number, or a tensor of one, as a float scalar on the device of `rows`; without a synchronisation.
+
+    Raises:
+        InputTypeError: it is neither.
+        InputError: it is a tensor of more than one element, or of none.
+    """
     dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
-    if isinstance(given, int | float) and not isinstance(given, bool):
-        return rows.new_full((), float(given), dtype=dtype)
-    if isinstance(given, torch.Tensor) and given.numel() == 1 and given.dtype in (torch.int32, torch.int64):
+    if isinstance(given, torch.Tensor):
+        if given.numel() != 1:
+            raise InputError(f"{name} must be a number or a tensor of one element, found shape {list(given.shape)}")
         return given.reshape(()).to(dtype)
-    if isinstance(given, torch.Tensor) and list(given.shape) == [1]:
-        return given.reshape(())
-    return given
+    if isinstance(given, bool) or not isinstance(given, int | float):
+        raise InputTypeError(f"{name} must be a number or a tensor of one element, found {type(given).__name__}")
+    return rows.new_full((), float(given), dtype=dtype)
 
 
-def _checked(name: str, declared: TensorType, given: object, rows: torch.Tensor, leading: torch.Size) -> torch.Tensor:
-    if declared.rank == 0:
-        given = _number(name, given, rows)
+def _checked(
+    name: str, declared: TensorType, given: object, rows: torch.Tensor, leading: tuple[int, ...] | None
+) -> torch.Tensor:
+    """An input as the function takes it; `leading` is what stands in a call for its T or N, or None if it has none."""
+    if not declared.shape:
+        given = as_number(name, given, rows)
     if not isinstance(given, torch.Tensor):
         raise InputTypeError(f"{name} must be a tensor, found {type(given).__name__}")
-    has_rows = bool(declared.rank) and isinstance(declared.shape[0], Affine)
-    expected = [*leading, *declared.shape[1:]] if has_rows else [*declared.shape]
+    expected = [*declared.shape] if leading is None else [*leading, *declared.shape[1:]]
     if list(given.shape) != expected:
         raise InputError(f"{name} must have shape {expected}, found {list(given.shape)}")
-    if has_rows and len(leading) != 1:
+    if leading is not None and len(leading) != 1:  # of tokens
         given = given.reshape(rows.shape[0], *expected[len(leading) :])
     wide = given.dtype == torch.float64 and rows.dtype == torch.float64
     if given.dtype != TORCH_DTYPES[declared.dtype] and not wide:
