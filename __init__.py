@@ -33,6 +33,8 @@ _TABLE: dict[str, str] = {
     "pooled_load_balance": "moesaic.runtime.functional:pooled_load_balance",
     "update_bias": "moesaic.runtime.functional:update_bias",
     "load_metrics": "moesaic.runtime.functional:load_metrics",
+    # Transformer Engine's names
+    "te": "moesaic.te",
     # errors
     "MoesaicError": "moesaic.ir.errors:MoesaicError",
 }
@@ -43,6 +45,7 @@ _PACKAGES = ("ir", "passes", "templates", "codegen", "runtime")
 __all__ = ["__version__", *_TABLE]  # noqa: PLE0604 - names come from the table
 
 if TYPE_CHECKING:
+    from moesaic import te as te
     from moesaic.ir import math_functions as math
     from moesaic.ir.builder import Builder
     from moesaic.ir.declare import Router, norm, sum_top
