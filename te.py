@@ -3,7 +3,8 @@
 ``from moesaic.te import fused_topk_with_score_function`` takes the place of the import from
 ``transformer_engine.pytorch.router``. What differs:
 
-- ties go to the lower expert index, and the result is bit for bit the same from run to run;
+- ties go to the lower expert index, and the result is bit for bit the same from run to run; where nothing is added to a
+  score, experts are ranked on the logits, which differ where float32 scores round to the same;
 - the bias only selects: probs come from the score without it, whatever its size;
 - rows with -inf stay clean: such an expert has probability 0, and no expert is picked twice;
 - tensors may be strided, empty, of bf16, fp16, fp32 or fp64 (which the plain torch reference computes); a bias, counts

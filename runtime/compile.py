@@ -511,15 +511,19 @@ def _bind(signature: Signature, logits: torch.Tensor, inputs: Mapping[str, torch
     tensors = [_dense_rows(rows)]
     for name, declared, leading in signature.inputs[1:]:
         given = inputs.get(name)
+        sequences = _sequences(signature, logits) if leading == "N" else 0
         if given is None and name == signature.sequences:
-            # An empty batch counts as one empty sequence.
-            tensors.append(logits.new_empty((_sequences(signature, logits) or 1, 0), dtype=torch.float32))
+            # An empty batch counts as one empty sequence, here and below.
+            tensors.append(logits.new_empty((sequences or 1, 0), dtype=torch.float32))
             continue
         if given is None:
             _refuse_undeclared(signature, inputs)  # a slip of the pen is the likeliest reason
             raise InputTypeError(f"input {name!r} ({declared}) is missing")
-        lengths = (_sequences(signature, logits),) if leading == "N" else tuple(logits.shape[:-1])
-        tensors.append(_dense_rows(_checked(name, declared, given, rows, lengths if leading else None)))
+        lengths = (sequences,) if leading == "N" else tuple(logits.shape[:-1])
+        checked = _checked(name, declared, given, rows, lengths if leading else None)
+        if leading == "N" and sequences == 0:
+            checked = checked.new_zeros((1, *declared.shape[1:]))
+        tensors.append(_dense_rows(checked))
     if len(inputs) >= len(tensors) - bool(signature.sequences):
         _refuse_undeclared(signature, inputs)
     return tensors

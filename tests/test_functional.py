@@ -230,6 +230,18 @@ def test_no_token_no_loss(masked: bool) -> None:
         assert_zero("gradient", leaf.grad)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_sequence_no_loss(backend: str) -> None:
+    device = device_of(backend)
+    for order, shape in (("batch_first", (0, 4, 7)), ("sequence_first", (4, 0, 7)), ("batch_first", (2, 0, 7))):
+        leaf = torch.empty(shape, device=device, requires_grad=True)
+        counts = torch.zeros(shape[order == "sequence_first"], 7, dtype=torch.int32, device=device)
+        loss = mo.load_balance_loss(leaf, counts, top_k=2, segments=order, backend=backend)
+        loss.backward()
+        assert loss.item() == 0.0
+        assert leaf.grad is not None and leaf.grad.shape == shape
+
+
 def test_float64_runs_on_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOESAIC_BACKEND", "emulate")
     x = normal(30, 6, dtype=F64)
