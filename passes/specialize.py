@@ -133,7 +133,7 @@ class Specialize(Pass):
             in_lanes = all(_groups_in_lanes(o, experts, vec, lanes) for o in limits)
             select["groups"] = "lanes" if in_lanes else "shared"
         columns = [o for o in op.region.ops if isinstance(o, col.ColumnReduction)]
-        threads = self.threads or (64 if self.tokens == "few" else 256 if columns and not grouped else 128)
+        threads = self.threads or (64 if self.tokens == "few" else 128)
         per_token = _shared_bytes_per_token(op.region, experts, chunks * vec, select)
         fixed = sum(4 * experts for o in columns if isinstance(o, col.Count))
         sums = [o for o in columns if isinstance(o, col.Sum)]
@@ -154,7 +154,7 @@ class Specialize(Pass):
         bounded = grouped and threads == 128 and experts <= 256 and not sums
         prefetch = self.prefetch or ("on" if wanted else "off")
         resident = _RESIDENT_WITH_GROUPS if bounded else 1
-        if select.get("select") == "merge" and not (wide or dense or limits or columns) and threads == 128 and vec > 1:
+        if select.get("select") == "merge" and not (wide or dense or limits or sums) and threads == 128 and vec > 1:
             resident = _RESIDENT_WHERE_COMPACT
         return {
             "lanes": str(lanes),
