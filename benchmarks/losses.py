@@ -4,7 +4,7 @@
     python benchmarks/losses.py --tokens 4096 --cases 128x8 --outputs dense
 
 Each line times a router by itself, with counts, and with a load-balance loss (its cotangent beside that of the
-weights), in turn, as medians over replays of CUDA graphs (see ``timing.py``); percentages are over the router by itself.
+weights), in turn, as medians over replays of CUDA graphs (see ``timing.py``); percentages are over the router alone.
 The loss is checked against its formula in float64 first. Times are microseconds.
 """
 

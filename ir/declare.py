@@ -108,7 +108,7 @@ class Router:
         score_then_topk:  i = topk(s(x) + b),  w_k = s(x)[i_k]
         topk_then_score:  i = topk(x + b),     w   = s(x[i])
         given:            i is an input, w as above
-        weights_k = scale * expert_scale[i_k] * w_k / max(sum w + eps, min)      (what is declared of it)
+        weights_k = scale * router_scale * expert_scale[i_k] * w_k / max(sum w + eps, min)      (what is declared of it)
 
     Selection order is (value descending, index ascending), -0 equal to +0, NaN below -inf. Where the score is strictly
     increasing in the logit and nothing is added to it, picks are ranked on the logits: the same order in exact
@@ -132,6 +132,7 @@ class Router:
         renorm_eps: added to the sum, with ``renormalize=True``.
         scale: constant factor of the weights.
         expert_scale: input ``expert_scale`` [E] f32, a learned factor of each expert's weight; it gets a gradient.
+        router_scale: input ``router_scale``, f32, a learned factor of all weights; it gets a gradient.
         outputs: any of ``weights`` [T, K], ``indices`` [T, K], ``counts`` [E] i32, ``probs`` [T, E] in the logits'
             dtype (the weight where picked, else 0), ``map`` [T, E] u8 (1 where picked), ``bitmap`` [T, ceil(E / 8)] u8
             (bit e mod 8 of byte e div 8 is 1 where e is picked), ``scores`` [T, E] f32 (s(x) over all experts, whatever
@@ -165,6 +166,7 @@ class Router:
     renorm_eps: float = 0.0
     scale: float = 1.0
     expert_scale: bool = False
+    router_scale: bool = False
     outputs: tuple[str, ...] = ("weights", "indices", "counts")
     losses: Mapping[str, Loss] = field(default_factory=dict, hash=False)
     dtype: str | None = None
@@ -372,6 +374,8 @@ class _Declaration:
         if router.expert_scale:
             factors = b.input("expert_scale", tensor(DType.F32, self.experts))
             weights = weights * b.op("row.gather", factors, self.indices)
+        if router.router_scale:
+            weights = weights * b.input("router_scale", tensor(DType.F32))
         # Last, so that a cotangent of a weight that is none reaches nothing, whatever it is.
         self.weights = math.select(_is_away(self.indices), 0.0, weights) if given else self._masked(weights)
         made = {name: self._output(name) for name in router.outputs}

@@ -206,6 +206,33 @@ def test_a_loss_of_your_own_trains_through_sums_of_scores(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", COMPILED)
+@pytest.mark.parametrize("number", [2.5, torch.tensor(2.5), torch.tensor([2.5])])
+def test_a_learned_factor_of_all_weights(backend: str, number: object) -> None:
+    generator = torch.Generator().manual_seed(6)
+    x = torch.randn(37, 12, generator=generator)
+    router = mo.Router(12, 4, score="sigmoid", renormalize=True, expert_scale=True, router_scale=True)
+    device = device_of(backend)
+    factor = number.to(device).requires_grad_() if isinstance(number, torch.Tensor) else number
+    scales = (torch.rand(12, generator=generator) + 0.5).to(device).requires_grad_()
+    logits = x.clone().to(device).requires_grad_()
+    r = mo.compile(router, backend=backend)(logits, router_scale=factor, expert_scale=scales)
+    sent = cotangent(r.weights, 3)
+    r.weights.backward(sent)
+    leaf, scale = x.double().requires_grad_(), scales.detach().cpu().double().requires_grad_()
+    learned = torch.tensor(2.5, dtype=torch.float64, requires_grad=True)
+    picked, indices = torch.sigmoid(leaf).topk(4)
+    weights = picked / picked.sum(-1, keepdim=True) * scale[indices] * learned
+    weights.backward(sent.cpu().double())
+    assert_close("weights", r.weights, weights, EXACT)
+    assert logits.grad is not None and leaf.grad is not None and scales.grad is not None and scale.grad is not None
+    assert_close("gradient of the logits", logits.grad, leaf.grad, GRADIENT)
+    assert_close("gradient of the experts' factors", scales.grad, scale.grad, GRADIENT)
+    if isinstance(factor, torch.Tensor):
+        assert factor.grad is not None and learned.grad is not None and factor.grad.shape == factor.shape
+        assert_close("gradient of the factor", factor.grad.reshape(1), learned.grad.reshape(1), GRADIENT)
+
+
+@pytest.mark.parametrize("backend", COMPILED)
 def test_losses_are_equal_bits_on_every_run(backend: str) -> None:
     router = mo.Router(60, 4, losses={"balance": mo.LoadBalance(), "z": mo.ZLoss()}, outputs=("score_sums",))
     logits = torch.randn(3001 if backend == "cuda" else 301, 60, device=device_of(backend))
