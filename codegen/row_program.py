@@ -573,6 +573,32 @@ class _Emitter:
             "}",
         ]
 
+    def _append(self, op: Op) -> list[str]:
+        assert isinstance(op, row.Append)
+        name, picks = self._name(op.y), self._rows(self.layouts[op.y])
+        before = self.layouts[op.indices].columns
+        source = self._array(op.indices)
+        slots = f"{self._rows(self.layouts[op.indices])}::kSlots"
+        self.kept.add(op.y)
+        return [
+            f"int {name}[{picks}::kSlots];",
+            "#pragma unroll",
+            f"for (int p = 0; p < {picks}::kSlots; ++p) {{",
+            f"  const int place = {picks}::column(p, lane);",
+            f"  {name}[p] = place < {before} ? {source}[p < {slots} ? p : 0] : {op.first} + place - {before};",
+            "}",
+        ]
+
+    def _first(self, op: Op) -> list[str]:
+        assert isinstance(op, row.First)
+        name = self._name(op.y)
+        self.kept.add(op.y)
+        return [
+            f"bool {name}[Experts::kSlots];",
+            "#pragma unroll",
+            f"for (int i = 0; i < Experts::kSlots; ++i) {name}[i] = Experts::column(i, lane) < {op.n};",
+        ]
+
     def _bitmap(self, op: Op) -> list[str]:
         assert isinstance(op, row.Bitmap)
         picks = self._rows(self.layouts[op.indices])
@@ -851,6 +877,8 @@ _COLLECTIVES: dict[type[Op], Callable[[Any, Op], list[str]]] = {
     row.Membership: _Emitter._membership,
     row.Bitmap: _Emitter._bitmap,
     row.Given: _Emitter._given,
+    row.Append: _Emitter._append,
+    row.First: _Emitter._first,
     row.Squeeze: _Emitter._reshape,
     row.Unsqueeze: _Emitter._reshape,
     col.Count: _Emitter._count,

@@ -147,6 +147,9 @@ class Router:
         selection: ``"topk"``, or ``"given"``: the picks are the input ``indices`` [T, K], say of a table by token id.
         zero_experts: Z experts more, with ids from `num_experts` on, that return their input. To a router they are
             experts like others: wherever E stands above for a length (of the logits, of counts), it is E + Z.
+        shared_experts: S columns more, after the experts, for experts that every token goes to: they are never picked,
+            and weights [T, K + S] have theirs after those of the picks, divided with these. Wherever E stands for a
+            length, it is E + S; a selection bias is not used there.
 
     Raises:
         InputError: an argument, or a combination of them, that has no meaning.
@@ -175,6 +178,7 @@ class Router:
     indices_dtype: str = "int32"
     selection: str = "topk"
     zero_experts: int = 0
+    shared_experts: int = 0
     name: str = field(default="route", kw_only=True)
 
     def __post_init__(self) -> None:
@@ -183,6 +187,7 @@ class Router:
             raise InputError(f"num_experts must be an integer >= 1, found {e!r}")
         if not _is_int(z) or z < 0:
             raise InputError(f"zero_experts must be an integer >= 0, found {z!r}")
+        self._check_shared()
         if not _is_int(k) or not 1 <= k <= e + z:
             raise InputError(f"top_k must be an integer between 1 and {self._experts}, found top_k = {k!r}")
         if isinstance(self.score, str):
@@ -225,10 +230,29 @@ class Router:
             if value is not None and not DType.parse(value).is_float:
                 raise InputError(f"{field_name} must be a float type, found {value}")
 
+    def _check_shared(self) -> None:
+        s = self.shared_experts
+        if not _is_int(s) or s < 0:
+            raise InputError(f"shared_experts must be an integer >= 0, found {s!r}")
+        if not s:
+            return
+        for name, unused in (
+            ("groups", None),
+            ("zero_experts", 0),
+            ("order", "score_then_topk"),
+            ("selection", "topk"),
+        ):
+            if getattr(self, name) != unused:
+                raise InputError(
+                    f"shared_experts go with {name} = {unused!r}, found {getattr(self, name)!r}; leave one of them out"
+                )
+        if {"probs", "map", "bitmap"} & set(self.outputs):
+            raise InputError("shared_experts have no place in probs, map and bitmap; use weights and indices")
+
     @property
     def columns(self) -> int:
-        """Length of a row of logits: all experts, those that return their input included."""
-        return self.num_experts + self.zero_experts
+        """Length of a row of logits: all experts, those that return their input and the shared ones included."""
+        return self.num_experts + self.zero_experts + self.shared_experts
 
     @property
     def _experts(self) -> str:
@@ -357,6 +381,7 @@ class _Declaration:
         if router.logit_cap is not None:
             self.logits = create_one("math.tanh", self.biased / float(router.logit_cap)) * float(router.logit_cap)
             self.logits.name = "capped"
+        self.weighed: Value | None = None  # picks and shared experts, where there are some
         # Picks are ranked on what is in memory where they can be: masked tokens have none.
         self.ranked_as = {kept: self.raw}
 
@@ -373,7 +398,7 @@ class _Declaration:
             weights = weights * float(router.scale)
         if router.expert_scale:
             factors = b.input("expert_scale", tensor(DType.F32, self.experts))
-            weights = weights * b.op("row.gather", factors, self.indices)
+            weights = weights * b.op("row.gather", factors, self.weighed or self.indices)
         if router.router_scale:
             weights = weights * b.input("router_scale", tensor(DType.F32))
         # Last, so that a cotangent of a weight that is none reaches nothing, whatever it is.
@@ -409,7 +434,9 @@ class _Declaration:
             selection.name = "selection"
         monotone = bias is None and router.rank == "auto" and _increasing(scores, self.biased)
         _, indices = self._topk(self.biased if monotone else selection, selection)
-        return indices, b.op("row.gather", scores, indices, named="picked_scores")
+        if router.shared_experts:
+            self.weighed = b.op("row.append", indices, first=router.num_experts, count=router.shared_experts)
+        return indices, b.op("row.gather", scores, self.weighed or indices, named="picked_scores")
 
     def _topk(self, ranked: Value, selection: Value) -> tuple[Value, Value]:
         """The K best by `ranked`, among the groups that are best by `selection`."""
@@ -425,6 +452,8 @@ class _Declaration:
                 score=score if score.arguments else score.name,
                 named="allowed",
             )
+        if router.shared_experts:
+            allowed = b.op("row.first", selection, n=router.num_experts)
         if self.mask is not None:
             allowed = self.mask if allowed is None else create_one("math.and", self.mask, allowed)
         among = () if allowed is None else (allowed,)

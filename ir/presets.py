@@ -105,6 +105,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "hunyuan_v1_moe": _divided(None, None),
     "hy_v3": _deepseek(192, 8, 2.826),
     "hy_v4": _deepseek(256, 8, 2.827),
+    "inkling": {**_sizes(256, 6), "score": "sigmoid", "selection_bias": True, "renormalize": True, "scale": 8.0}
+    | {"router_scale": True, "shared_experts": 2},
     "jamba": _sizes(16, 2),
     "jetmoe": _picks_first(8, 2),
     "kimi_linear": _deepseek(256, 8, 2.446),
@@ -138,7 +140,6 @@ ALL = tuple(PRESETS)
 
 WITHOUT: Mapping[str, str] = {
     "doge": "picks are made among sums of two half scores (product keys)",
-    "inkling": "the weights are normalised together with those of shared experts, and multiplied by a learned scalar",
     "nllb_moe": "the second expert depends on capacity and, in training, on chance",
     "phimoe": "the weights are two softmaxes, each over what a threshold leaves, and training samples",
     "switch_transformers": "tokens over an expert's capacity are dropped",

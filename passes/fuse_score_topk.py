@@ -36,7 +36,7 @@ _TAKES_PICKS = (row.Gather, row.Scatter, row.Membership, row.Bitmap, col.Count)
 
 def _are_picks(indices: Value) -> bool:
     """Whether indices are known to lie in [0, E), or to be -1."""
-    return isinstance(indices, OpResult) and isinstance(indices.op, row.TopK | row.Given)
+    return isinstance(indices, OpResult) and isinstance(indices.op, row.TopK | row.Given | row.Append)
 
 
 def _shown(value: Value) -> str:

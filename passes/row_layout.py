@@ -120,8 +120,10 @@ def _demands(op: object) -> list[tuple[Value, str]]:
         return [(op.indices, "picks"), (op.y, "experts")]
     if isinstance(op, row.Bitmap):
         return [(op.indices, "picks"), (op.y, "bytes")]
-    if isinstance(op, row.Given):
+    if isinstance(op, row.Given | row.Append):
         return [(op.indices, "picks"), (op.y, "picks")]
+    if isinstance(op, row.First):
+        return [(op.like, "experts"), (op.y, "experts")]
     if isinstance(op, col.Count):
         return [(op.indices, "picks")]
     return []
@@ -199,4 +201,4 @@ def operands_read(op: Op) -> int | None:
     """How many operands an op reads the values of; those after them only say how many rows there are."""
     if isinstance(op, col.ColumnReduction | col.Spread | math.Broadcast):
         return 1
-    return 0 if isinstance(op, col.Rows) else None
+    return 0 if isinstance(op, col.Rows | row.First) else None

@@ -136,19 +136,20 @@ class Specialize(Pass):
         threads = self.threads or (64 if self.tokens == "few" else 128)
         per_token = _shared_bytes_per_token(op.region, experts, chunks * vec, select)
         fixed = sum(4 * experts for o in columns if isinstance(o, col.Count))
+        dense = any(layouts[v].kind == "experts" for v in op.region.terminator.operands if v in layouts)
         sums = [o for o in columns if isinstance(o, col.Sum)]
         per_warp = sum(4 * _columns(o.x) for o in sums)
         slots_a_lane = chunks * vec // lanes
-        if slots_a_lane >= _SUMMED_SLOTS and any(layouts[o.x].kind == "experts" for o in sums):
+        spare = dense and not limits  # what waits for memory has registers to spare
+        if not spare and slots_a_lane >= _SUMMED_SLOTS and any(layouts[o.x].kind == "experts" for o in sums):
             # In registers, the sums of long rows would leave room for fewer warps.
             select["sums"] = "shared"
             per_warp += 32 * 4 * slots_a_lane * sum(layouts[o.x].kind == "experts" for o in sums)
         while threads > 32 and fixed + per_warp * threads // 32 + per_token * threads // lanes > _SHARED_LIMIT:
             threads //= 2
         alignment = [aligned.get(v, 16) for v in op.operands[: op.reads]]
-        # A dense result keeps memory busy with stores, behind which the next row's loads would wait.
-        dense = any(layouts[v].kind == "experts" for v in op.region.terminator.operands if v in layouts)
         rows = [a for a in op.region.arguments if layouts[a].kind == "experts"]
+        # A dense result keeps memory busy with stores, behind which the next row's loads would wait.
         wanted = dense and len(rows) == 1 and experts >= _PREFETCH_EXPERTS and not wide and self.tokens == "many"
         wanted = wanted and not segments_of(op.region)  # the next token of a sequence may lie far away
         bounded = grouped and threads == 128 and experts <= 256 and not sums

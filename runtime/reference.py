@@ -95,6 +95,14 @@ class TorchArrays:
         return tuple(x.shape)
 
     @staticmethod
+    def cumsum(x: torch.Tensor) -> torch.Tensor:
+        return x.cumsum(-1, dtype=x.dtype)
+
+    @staticmethod
+    def concatenate(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return torch.cat([a, b], -1)
+
+    @staticmethod
     def argsort_descending(x: torch.Tensor) -> torch.Tensor:
         return torch.sort(x, dim=-1, descending=True, stable=True).indices
 

@@ -151,7 +151,7 @@ OTHERS = {
     "math.broadcast",
     *("row.sum", "row.max", "row.softmax", "row.logsumexp", "row.normalize", "row.lp_normalize"),
     *("row.topk", "row.given", "row.group_limit", "row.gather", "row.scatter", "row.membership", "row.bitmap"),
-    *("row.squeeze", "row.unsqueeze"),
+    *("row.squeeze", "row.unsqueeze", "row.first", "row.append"),
     *("col.sum", "col.count", "col.rows", "col.spread", "col.total", "math.and"),
     *("moe.load_balance_loss", "moe.z_loss", "moe.entropy_loss"),
 }
@@ -657,6 +657,12 @@ def test_column_sums_and_counts():
     assert counts.tolist() == [sum(row.count(e) for row in i.tolist()) for e in range(7)] and counts.sum() == 33
     assert gradients("col.count", i, size=7) == ({}, {})
     assert run("col.count", tensor([[1], [1], [1]], torch.int32), size=2).tolist() == [0, 3]
+
+
+def test_first_columns_and_appended_picks():
+    assert run("row.first", uniform((5, 7), 0, 1), n=3).tolist() == [[True] * 3 + [False] * 4] * 5
+    i = picks(11, 3, 7)
+    assert run("row.append", i, first=7, count=2).tolist() == [[*row, 7, 8] for row in i.tolist()]
 
 
 def test_totals_and_rows():

@@ -294,10 +294,13 @@ class TopK(RowOp):
 
     @property
     def may_fall_short(self) -> bool:
-        """Whether a row may have fewer than k picks; a group limit always leaves enough."""
+        """Whether a row may have fewer than k picks, as far as the op that says what is allowed tells."""
         limit = self.allowed.op if isinstance(self.allowed, core.OpResult) else None
-        enough = isinstance(limit, GroupLimit) and limit.keep * (self.columns(self.x) // limit.groups) >= self.k
-        return self.allowed is not None and not enough
+        if isinstance(limit, GroupLimit):
+            return limit.keep * (self.columns(self.x) // limit.groups) < self.k
+        if isinstance(limit, First):
+            return limit.n < self.k
+        return self.allowed is not None
 
     def reference(self, xp: ArrayNamespace, *operands: Array) -> tuple[Array, ...]:
         x = xp.upcast(operands[0])
@@ -346,6 +349,48 @@ class Given(RowOp):
         if len(operands) > 1:
             here = here & operands[1]
         return xp.cast(xp.where(here, indices, xp.zeros((), self.indices.type.dtype, indices) - 1), DType.I32)
+
+
+class First(RowOp):
+    """y_e = whether e < n: the first columns of a row, as what may be picked."""
+
+    name = "row.first"
+    like = operand("[T, E]; gives the shape, its values are not used")
+    y = result("[T, E], i1")
+    n = core.integer("how many", minimum=1)
+
+    def infer(self) -> Sequence[TensorType]:
+        if self.n > self.columns(self.like):
+            self.fail(f"n must be at most the {self.columns(self.like)} columns, found n = {self.n}")
+        return [self.like.type.with_dtype(DType.I1)]
+
+    def reference(self, xp: ArrayNamespace, *operands: Array) -> Array:
+        tokens, columns = xp.shape(operands[0])
+        ones = xp.zeros((tokens, columns), DType.I32, operands[0]) + 1
+        return xp.cumsum(ones) <= self.n
+
+
+class Append(RowOp):
+    """The picks of a row and, after them, `count` columns from `first` on, which every token goes to."""
+
+    name = "row.append"
+    indices = operand("[T, K] i32 picks, below `first`")
+    y = result("[T, K + count], i32")
+    first = core.integer("the first column appended", minimum=0)
+    count = core.integer("how many", minimum=1)
+
+    def infer(self) -> Sequence[TensorType]:
+        tokens = self.indices.type.shape[0]
+        return [TensorType((tokens, self.columns(self.indices) + self.count), DType.I32)]
+
+    def verify(self) -> None:
+        check_picks(self, self.indices, self.first + self.count)
+
+    def reference(self, xp: ArrayNamespace, *operands: Array) -> Array:
+        indices = operands[0]
+        shape = (xp.shape(indices)[0], self.count)
+        more = xp.cumsum(xp.zeros(shape, DType.I32, indices) + 1) + (self.first - 1)
+        return xp.cast(xp.concatenate(indices, more), DType.I32)
 
 
 class GroupLimit(RowOp):
@@ -546,12 +591,15 @@ class Unsqueeze(RowOp):
 
 def are_given(indices: Value) -> bool:
     """Whether picks were made elsewhere: they may repeat."""
-    return isinstance(indices, OpResult) and isinstance(indices.op, Given)
+    made_by = indices.op if isinstance(indices, OpResult) else None
+    return isinstance(made_by, Given) or (isinstance(made_by, Append) and are_given(made_by.indices))
 
 
 def may_be_away(indices: Value) -> bool:
     """Whether some picks may be -1, "not here", as far as can be told from where they come from."""
     made_by = indices.op if isinstance(indices, OpResult) else None
+    if isinstance(made_by, Append):
+        return may_be_away(made_by.indices)
     return not isinstance(made_by, TopK) or made_by.may_fall_short
 
 
