@@ -30,6 +30,7 @@ class GeneratedKernel:
         grid: ``cover`` (as many blocks as the work needs), ``persistent`` (at most what the GPU holds at once) or
             ``columns`` (by the columns of the result).
         columns: columns of the result, for grid ``columns``.
+        shared_bytes: dynamic shared memory of a block, in bytes.
     """
 
     symbol: str
@@ -39,3 +40,4 @@ class GeneratedKernel:
     rows_per_block: int
     grid: str
     columns: int = 0
+    shared_bytes: int = 0

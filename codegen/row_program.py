@@ -12,6 +12,7 @@ from typing import Any
 
 from moesaic.codegen.kernel import Argument, GeneratedKernel
 from moesaic.codegen.render import banner, render
+from moesaic.codegen.target import WARP_THREADS, Target
 from moesaic.ir.attributes import format_attributes, format_float
 from moesaic.ir.core import BlockArgument, Constant, Op, OpResult, Value
 from moesaic.ir.errors import InternalError, UnsupportedError
@@ -19,6 +20,7 @@ from moesaic.ir.ops import col, math, row
 from moesaic.ir.ops.launch import Kernel
 from moesaic.ir.types import DType
 from moesaic.passes.row_layout import Layout, experts_columns, infer_layouts, read_in_registers
+from moesaic.passes.specialize import DIGIT_WORDS, exchanged_bytes, padded_columns, radix_lists
 
 STORAGE = {
     DType.BF16: "__nv_bfloat16",
@@ -47,12 +49,23 @@ class RowProgramParameters:
 
     banner: str
     symbol: str
+    header: str = "select.cuh"
     constants: list[Line] = field(default_factory=list)
     aliases: list[Line] = field(default_factory=list)
     parameters: list[Line] = field(default_factory=list)
     setup: list[str] = field(default_factory=list)
     body: list[list[str]] = field(default_factory=list)
     finish: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _DynamicTable:
+    """A table in dynamic shared memory; `alone` if no other may have its place."""
+
+    name: str
+    type: str
+    bytes: int
+    alone: bool
 
 
 def generate(op: Kernel) -> GeneratedKernel:
@@ -73,6 +86,7 @@ class _Emitter:
         self.config = op.configuration
         self.layouts = infer_layouts(op.region)
         self.experts = experts_columns(self.layouts)
+        self.vec = int(self.config["vec"])
         self.lanes = int(self.config["lanes"])
         self.threads = int(self.config["threads"])
         self.prefetch = self.config["prefetch"] == "on"
@@ -81,7 +95,10 @@ class _Emitter:
         self.names: dict[Value, str] = {}
         self.taken: set[str] = set(_RESERVED)
         self.kept: set[Value] = set()  # values whose register array outlives the loop that fills it
+        self.block = self.lanes > WARP_THREADS  # one token a block, shared by all of its lanes
         self.tables: dict[str, str] = {}
+        self.dynamic: list[_DynamicTable] = []
+        self.shared_bytes = 0
         self.selections: dict[Op, tuple[str, str, str]] = {}  # rank type, keys and last pick of each top-k
         self.parameter_of: dict[Value, str] = {}
         self.results: list[tuple[Value, str]] = []
@@ -95,6 +112,7 @@ class _Emitter:
         for section in self._schedule():
             self.out.body.append(section)
         self._outputs()
+        self._place_tables()
         parameters = vars(self.out) | {
             "bounds": f"kThreads, /*blocks per multiprocessor, at least=*/{self.config['resident']}",
             "setup": _indented(_spaced(self.out.setup), 2),
@@ -108,6 +126,7 @@ class _Emitter:
             threads=self.threads,
             rows_per_block=self.threads // self.lanes,
             grid=self.config["grid"],
+            shared_bytes=self.shared_bytes,
         )
 
     def _constants(self) -> None:
@@ -367,18 +386,31 @@ class _Emitter:
         if select == "merge" and not raw:
             select = "collect"  # values that fill a word are merged alone and collected with their columns
         tables = []
+        # top-ks of one kernel may rank different types, and pick different numbers
+        of_rank, of_picks = rank.removeprefix("Rank"), picks.removeprefix("Picks")
+        pick_bytes = 4 if raw else 8
+        parameters = f"{rank}, Experts, {picks}"
         if select == "sort":
-            of_rank = rank.removeprefix(
-                "Rank"
-            )  # top-ks of one kernel may rank different types, and pick different numbers
-            tables.append(self._table(f"sorted{of_rank}", f"{rank}::Pick", "Experts::kSlots * kLanes"))
+            places = padded_columns(self.experts, self.vec, self.lanes)
+            tables.append(
+                self._table(f"sorted{of_rank}", f"{rank}::Pick", "Experts::kSlots * kLanes", pick_bytes * places)
+            )
         elif select == "collect":
             tables += [
-                self._table("staged", "unsigned", "kExperts"),
-                self._table(f"reached{picks.removeprefix('Picks')}", "moesaic::Wide", f"{picks}::kColumns"),
+                self._table("staged", "unsigned", "kExperts", 4 * self.experts),
+                self._table(f"reached{of_picks}", "moesaic::Wide", f"{picks}::kColumns", 8 * op.k),
             ]
+        elif select == "radix":
+            parts, places, counted = radix_lists(op, self.experts, self.vec, self.lanes)
+            length = places * (2 if counted else 1)
+            parameters += f", /*parts=*/{parts}, /*places=*/{places}, /*counted=*/{str(counted).lower()}"
+            tables += [
+                self._table("digits", "unsigned", "moesaic::Digits::kWords", 4 * DIGIT_WORDS, zeroed=True),
+                self._table(f"listed{of_rank}{of_picks}", f"{rank}::Pick", str(length), pick_bytes * length),
+            ]
+            self.out.header = "select_block.cuh"
         call = ", ".join([keys, "lane", picked, last, *tables])
-        lines.append(f"moesaic::top_k_{select}<{rank}, Experts, {picks}>({call});")
+        lines.append(f"moesaic::top_k_{select}<{parameters}>({call});")
         fills = []
         if self._used(op.indices):
             lines.append(f"int {self._name(op.indices)}[{picks}::kSlots];")
@@ -400,9 +432,13 @@ class _Emitter:
         arguments = f"Experts, /*groups=*/{op.groups}, /*keep=*/{op.keep}, /*best=*/{op.best}"
         tables = ""
         form = self.config["groups"]
+        if form != "lanes":
+            tables = ", " + self._table("staged", "unsigned", "kExperts", 4 * self.experts)
         if form == "shared":
-            staged = self._table("staged", "unsigned", "kExperts")
-            tables = f", {staged}, {self._table('kept_groups', 'unsigned char', str(op.groups))}"
+            tables += ", " + self._table("kept_groups", "unsigned char", str(op.groups), op.groups)
+        elif form == "block":
+            tables += ", " + self._table("group_scores", "unsigned", str(op.groups), 4 * op.groups, kept=True)
+            self.out.header = "select_block.cuh"
         return [
             f"bool {name}[Experts::kSlots];",
             f"moesaic::group_limit_{form}<{arguments}>({self._array(op.x)}, {name}{tables}, lane);",
@@ -419,7 +455,7 @@ class _Emitter:
             pointer = self.parameter_of[op.x]
             where = pointer if op.x.type.rank == 1 else f"{pointer} + token * {pointer}_stride"
             return [*lines, f"moesaic::gather<{picks}>({where}, {indices}, {name}, lane);"]
-        staged = self._table("gathered_from", "float", "kExperts")
+        staged = self._table("gathered_from", "float", "kExperts", 4 * self.experts)
         source = self._array(op.x)
         return [*lines, f"moesaic::gather_registers<Experts, {picks}>({source}, {indices}, {name}, {staged}, lane);"]
 
@@ -429,7 +465,7 @@ class _Emitter:
         name = self._name(op.y)
         self.kept.add(op.y)
         source, lines = self._picks_array(op.x, picks)
-        table = self._table("scattered", "float", "kExperts", zeroed=True)
+        table = self._table("scattered", "float", "kExperts", 4 * self.experts, zeroed=True)
         return [
             *lines,
             f"float {name}[Experts::kSlots];",
@@ -458,11 +494,19 @@ class _Emitter:
         assert isinstance(op, col.Count)
         picks = self._rows(self.layouts[op.indices])
         name = self._name(op.y)
-        self.out.setup += [
-            f"__shared__ int {name}[kExperts];  // %{op.y.name or name}, picks of this block's tokens",
-            f"for (int e = threadIdx.x; e < kExperts; e += kThreads) {name}[e] = 0;",
-            "__syncthreads();",
-        ]
+        if self.block:  # long rows leave no shared memory for it
+            [pointer] = [p for value, p in self.results if value is op.y]
+            self.out.setup += [
+                f"int* const {name} = {self._row_of_block(pointer)};  // %{op.y.name or name}, of this block's tokens",
+                f"for (int e = lane; e < kExperts; e += kLanes) moesaic::store_one({name} + e, 0);",
+                "__syncthreads();",
+            ]
+        else:
+            self.out.setup += [
+                f"__shared__ int {name}[kExperts];  // %{op.y.name or name}, picks of this block's tokens",
+                f"for (int e = threadIdx.x; e < kExperts; e += kThreads) {name}[e] = 0;",
+                "__syncthreads();",
+            ]
         return [
             "#pragma unroll",
             f"for (int p = 0; p < {picks}::kSlots; ++p) {{",
@@ -497,9 +541,7 @@ class _Emitter:
             elif layout.is_row:
                 rows = self._rows(layout)
                 where = f"{pointer} + token * {layout.columns}"
-                vec = int(self.config["vec"]) if layout.kind == "experts" else 1
-                align = _power_of_two_factor(layout.columns * value.type.dtype.bytes)
-                align = min(16, align, vec * value.type.dtype.bytes)
+                align = self._align_of_result(layout, value.type.dtype)
                 section.append(f"moesaic::store_row<{rows}, /*align=*/{align}>({where}, {name}, lane);")
             elif layout.kind == "scalar":
                 cast = f"moesaic::from_float<{self._storage(value)}>({name})"
@@ -509,10 +551,22 @@ class _Emitter:
         if section:
             self.out.body.append(["if (active) {", *("  " + line for line in section), "}"])
 
+    def _align_of_result(self, layout: Layout, dtype: DType) -> int:
+        vec = self.vec if layout.kind == "experts" else 1
+        return min(16, _power_of_two_factor(layout.columns * dtype.bytes), vec * dtype.bytes)
+
+    def _row_of_block(self, pointer: str) -> str:
+        return f"{pointer} + static_cast<long long>(blockIdx.x) * kExperts"
+
     def _finish(self, value: Value, pointer: str) -> None:
         assert isinstance(value, OpResult)
         name = self._name(value)
-        row_of_block = f"{pointer} + static_cast<long long>(blockIdx.x) * kExperts"
+        row_of_block = self._row_of_block(pointer)
+        if self.block:
+            if isinstance(value.op, col.Sum):  # each column is summed in one lane
+                align = self._align_of_result(Layout("experts", self.experts), value.type.dtype)
+                self.out.finish.append(f"moesaic::store_row<Experts, /*align=*/{align}>({row_of_block}, {name}, lane);")
+            return
         if isinstance(value.op, col.Count):
             self.out.finish += [
                 "",
@@ -572,18 +626,48 @@ class _Emitter:
         ]
         return name, spread
 
-    def _table(self, name: str, type: str, length: str, *, zeroed: bool = False) -> str:
-        """The token's own row of a shared table; the table is declared once."""
+    def _table(self, name: str, type: str, length: str, bytes: int, *, zeroed: bool = False, kept: bool = False) -> str:
+        """The token's own row of a shared table; the table is declared once.
+
+        In dynamic shared memory, which long rows need, tables share a place unless they are `zeroed` (and so again when
+        a helper returns) or `kept` beside another: a helper waits for all lanes before it writes to its table.
+        """
         if name not in self.tables:
             unique = self._unique(name)
-            self.tables[name] = unique
-            self.out.setup.append(f"__shared__ __align__(16) {type} {unique}[kTokensPerBlock][{length}];")
+            if self.config.get("tables") == "dynamic":
+                self.tables[name] = unique
+                self.dynamic.append(_DynamicTable(unique, type, bytes, alone=zeroed or kept))
+            else:
+                self.tables[name] = f"{unique}[slot]"
+                self.out.setup.append(f"__shared__ __align__(16) {type} {unique}[kTokensPerBlock][{length}];")
             if zeroed:
                 self.out.setup += [
-                    f"for (int e = lane; e < {length}; e += kLanes) {unique}[slot][e] = 0;",
-                    "__syncwarp();",
+                    f"for (int e = lane; e < {length}; e += kLanes) {self.tables[name]}[e] = 0;",
+                    "moesaic::team_sync<kLanes>();",
                 ]
-        return f"{self.tables[name]}[slot]"
+        return self.tables[name]
+
+    def _place_tables(self) -> None:
+        """Declares the tables in dynamic shared memory: first those of their own, then those that share a place."""
+        if not self.dynamic:
+            return
+        memory = self._unique("tables")
+        lines = [f"MOESAIC_DYNAMIC_SHARED(unsigned char, {memory});"]
+        offset = 0
+        for table in sorted(self.dynamic, key=lambda t: not t.alone):
+            lines.append(f"{table.type}* const {table.name} = reinterpret_cast<{table.type}*>({memory} + {offset});")
+            self.shared_bytes = max(self.shared_bytes, offset + table.bytes)
+            if table.alone:
+                offset = -(-(offset + table.bytes) // 16) * 16
+        self.out.setup[:0] = lines
+        target = Target.parse(self.config["target"])
+        needed = self.shared_bytes + exchanged_bytes(self.lanes)
+        if needed > target.shared_optin:
+            raise UnsupportedError(
+                f"{self.op.symbol}: rows of {self.experts} experts need {needed} bytes of shared memory a block, but "
+                f"{target} has {target.shared_optin}; up to half as many picks as experts, or 16-bit logits that are "
+                "ranked as they are, need less"
+            )
 
     def _used(self, value: Value) -> bool:
         return any(value in op.operands for op in self.region.ops)

@@ -18,22 +18,33 @@ from moesaic.ir.types import DType
 from moesaic.passes.manager import Pass, PassContext
 from moesaic.passes.row_layout import Layout, experts_columns, infer_layouts
 
-MAX_EXPERTS = 1024
-"""Longest row that fits the registers of one warp; longer ones need a form in shared memory."""
+MAX_EXPERTS = 16384
+"""Longest row that fits the registers of one block."""
 
 _SHARED_LIMIT = 48 * 1024  # static shared memory of a block, on every target
+_WARP = 32
+_WARP_EXPERTS = 1024  # longer rows are spread over a block
 # Values of a row a lane should hold: many, since fewer lanes then talk, as far as registers allow. Ranking float32
 # scores takes more registers a value than ranking 16-bit logits; few tokens need more lanes to fill a GPU.
 _SLOTS = 32
 _SLOTS_OF_WIDE_RANKS = 16
 _LANES_OF_FEW = 16
+_BLOCK_SLOTS = {"few": 16, "many": 24}  # live ones; registers for 24 leave room for 20 warps or so
+_BLOCK_LANES = (64, 512)  # twice as many leave 64 registers a thread, too few for 16 slots
+_MERGED_PICKS = 8  # of rows longer than this; more are picked by radix where a warp shares a row
+_RADIX_EXPERTS = 512
+_MAXIMA_A_PICK = 3  # then little more than the picks reaches the bound
+_LISTED = 64  # places for picks by radix, at least
+_COUNTED = 128  # so long a list is put in order by counting
 _PICKS_A_LANE = 8  # many picks need registers of their own
 _RESIDENT_WITH_GROUPS = 4  # blocks a multiprocessor; without the bound, registers leave it half empty
-_PREFETCH_EXPERTS = 128  # shorter rows leave enough loads in flight as it is
+_PREFETCH_EXPERTS = range(128, 4097)  # shorter rows leave enough loads in flight as it is, longer ones no registers
 
+DIGIT_WORDS = 260
+"""Words of shared memory in which a team counts digits (``Digits`` of select_block.cuh)."""
 
 _CHOICES = {
-    "select": ("", "merge", "rounds", "sort"),
+    "select": ("", "merge", "rounds", "sort", "radix"),
     "prefetch": ("", "on", "off"),
     "tokens": ("few", "many"),
 }
@@ -45,8 +56,9 @@ class Specialize(Pass):
 
     Options:
         target: the GPU architecture the kernels are for.
-        lanes, threads: override the rule for row programs (0: the rule decides).
-        select: override how a top-k selects: merge, rounds or sort (empty: the rule decides).
+        lanes, threads: override the rule for row programs (0: the rule decides). More than 32 lanes are a whole block.
+        select: override how a top-k selects: merge (up to 32 lanes), rounds, sort or radix (32 lanes or more); empty:
+            the rule decides.
         prefetch: override whether a row is fetched while the one before is worked on: on or off (empty: the rule).
         resident: override how many blocks a multiprocessor should hold at least, which bounds registers (0: rule).
         tokens: few or many: few tokens fill a GPU only if many lanes share one.
@@ -102,33 +114,53 @@ class Specialize(Pass):
         )
         slots = _SLOTS_OF_WIDE_RANKS if (wide and not grouped) or self.tokens == "few" else _SLOTS
         picks = max((x.columns for x in layouts.values() if x.kind == "picks"), default=1)
-        lanes = self.lanes or min(32, chunks, max(1, chunks * vec // slots, _power_of_two(picks) // _PICKS_A_LANE))
+        selections = [o for o in op.region.ops if isinstance(o, row.TopK)]
+        lanes = self.lanes or min(_WARP, chunks, max(1, chunks * vec // slots, _power_of_two(picks) // _PICKS_A_LANE))
         if self.tokens == "few" and not self.lanes and chunks * vec <= _SLOTS * _LANES_OF_FEW:
             lanes = min(lanes, max(_LANES_OF_FEW, _power_of_two(picks) // _PICKS_A_LANE))
+        if not self.lanes and any(_by_radix(o, experts) for o in selections):
+            lanes = _WARP
+        if not self.lanes and experts > _WARP_EXPERTS:
+            lanes, most_lanes = _BLOCK_LANES
+            while lanes < most_lanes and -(-experts // (vec * lanes)) * vec > _BLOCK_SLOTS[self.tokens]:
+                lanes *= 2
         # Membership packs one bit a slot into a word.
-        if lanes not in (1, 2, 4, 8, 16, 32) or chunks * vec // lanes > 32:
+        if lanes not in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024) or chunks * vec // lanes > 32:
             raise UnsupportedError(f"specialize: {lanes} lanes cannot hold a row of {experts} experts")
+        block = lanes > _WARP
+        if block and self.threads not in (0, lanes):
+            raise UsageError(
+                f"specialize: {lanes} lanes that share a token are a whole block, not {self.threads} threads"
+            )
         select = {}
-        selections = [o for o in op.region.ops if isinstance(o, row.TopK)]
         if selections:  # one way for all: what suits the most picks
             most = max(selections, key=lambda o: o.k)
-            select["select"] = self.select or _selection(most, chunks * vec // lanes, lanes)
+            select["select"] = self.select or _selection(most, experts, -(-chunks // lanes) * vec, lanes)
+            if (block and select["select"] == "merge") or (lanes < _WARP and select["select"] == "radix"):
+                raise UsageError(
+                    f"specialize: select={select['select']} does not work over {lanes} lanes: merge is for up to "
+                    f"{_WARP}, radix for {_WARP} or more"
+                )
         limits = [o for o in op.region.ops if isinstance(o, row.GroupLimit)]
         if limits:
             in_lanes = all(_groups_in_lanes(o, experts, vec, lanes) for o in limits)
-            select["groups"] = "lanes" if in_lanes else "shared"
+            select["groups"] = "block" if block else "lanes" if in_lanes else "shared"
         columns = [o for o in op.region.ops if isinstance(o, col.Count | col.Sum)]
         threads = self.threads or (64 if self.tokens == "few" else 256 if columns and not grouped else 128)
-        per_token = _shared_bytes_per_token(op.region, experts, chunks * vec, select)
-        fixed = sum(4 * experts for o in columns if isinstance(o, col.Count))
-        per_warp = 4 * experts if any(isinstance(o, col.Sum) for o in columns) else 0
-        while threads > 32 and fixed + per_warp * threads // 32 + per_token * threads // lanes > _SHARED_LIMIT:
-            threads //= 2
+        per_token = _shared_bytes_per_token(op.region, experts, vec, lanes, select)
+        if block:  # a lane is the only one with its columns: what is summed over tokens needs no shared memory
+            threads = lanes
+            select["tables"] = "dynamic" if per_token + exchanged_bytes(lanes) > _SHARED_LIMIT else "static"
+        else:
+            fixed = sum(4 * experts for o in columns if isinstance(o, col.Count))
+            per_warp = 4 * experts if any(isinstance(o, col.Sum) for o in columns) else 0
+            while threads > 32 and fixed + per_warp * threads // 32 + per_token * threads // lanes > _SHARED_LIMIT:
+                threads //= 2
         alignment = [aligned.get(v, 16) for v in op.operands[: op.reads]]
         # A dense result keeps memory busy with stores, behind which the next row's loads would wait.
         dense = any(layouts[v].kind == "experts" for v in op.region.terminator.operands if v in layouts)
         rows = [a for a in op.region.arguments if layouts[a].kind == "experts"]
-        wanted = dense and len(rows) == 1 and experts >= _PREFETCH_EXPERTS and not wide and self.tokens == "many"
+        wanted = dense and len(rows) == 1 and experts in _PREFETCH_EXPERTS and not wide and self.tokens == "many"
         bounded = grouped and threads == 128 and experts <= 256
         prefetch = self.prefetch or ("on" if wanted else "off")
         return {
@@ -158,9 +190,43 @@ def _power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def _selection(op: row.TopK, slots: int, lanes: int) -> str:
-    """The cheapest way to select by an estimate of instructions a lane; many picks sort the row in shared memory."""
+def padded_columns(experts: int, vec: int, lanes: int) -> int:
+    """Slots of all lanes of a row together."""
+    return -(-_power_of_two(-(-experts // vec)) // lanes) * lanes * vec
+
+
+def _by_radix(op: row.TopK, experts: int) -> bool:
+    """Whether a warp had better pick by radix than in any other way."""
+    return 2 * op.k <= experts and ((op.k > _WARP and experts > 128) or (op.k > _MERGED_PICKS and experts > 512))
+
+
+def radix_lists(op: row.TopK, experts: int, vec: int, lanes: int) -> tuple[int, int, bool]:
+    """How a top-k by radix finds its bound, and the list of what reaches it.
+
+    Returns:
+        Into how many equal parts a lane's slots are divided, whose maxima give the bound; each slot is a part of its own
+        where there are too few maxima. Places in the list. Whether the list is put in order by counting.
+    """
+    chunks = -(-experts // vec)
+    slots = padded_columns(experts, vec, lanes) // lanes
+    parts = slots
+    for maxima, of_lane in ((lanes, 1), (chunks, slots // vec)):
+        if min(maxima, chunks) >= _MAXIMA_A_PICK * op.k:
+            parts = of_lane
+            break
+    exact = parts == slots
+    places = _power_of_two(op.k) if exact else max(_LISTED, _power_of_two(2 * op.k))
+    places = max(4, places)  # read in words
+    return parts, places, places <= _COUNTED
+
+
+def _selection(op: row.TopK, experts: int, slots: int, lanes: int) -> str:
+    """The cheapest way to select by an estimate of instructions a lane; the most picks sort the row in shared memory."""
     picks = op.k
+    if lanes > _WARP:
+        return "rounds" if picks <= 2 else "radix" if 2 * picks <= experts else "sort"
+    if lanes == _WARP and _by_radix(op, experts):
+        return "radix"
     if picks > 32:
         return "sort"
     listed = _power_of_two(picks)
@@ -188,16 +254,27 @@ def _groups_in_lanes(op: row.GroupLimit, experts: int, vec: int, lanes: int) -> 
     return whole and experts % (vec * lanes) == 0 and op.best in (1, 2, 4) and op.best <= size and op.groups <= 32
 
 
-def _shared_bytes_per_token(region: Block, experts: int, padded: int, choices: dict[str, str]) -> int:
-    """Static shared memory of the tables that code generation declares, a token."""
+def exchanged_bytes(lanes: int) -> int:
+    """Shared memory in which the lanes of a block exchange sums, maxima and membership, at most."""
+    return 8 * lanes + 1024
+
+
+def _shared_bytes_per_token(region: Block, experts: int, vec: int, lanes: int, choices: dict[str, str]) -> int:
+    """Shared memory of the tables that code generation declares, a token."""
     total = 0
     staged = False
     for op in region.ops:
         if isinstance(op, row.TopK):
-            total += {"sort": 8 * padded, "merge": 8 * op.k}.get(choices["select"], 0)
-            staged |= choices["select"] == "merge"
-        elif isinstance(op, row.GroupLimit) and choices["groups"] == "shared":
-            total += op.groups
+            if choices["select"] == "sort":
+                total += 8 * padded_columns(experts, vec, lanes)
+            elif choices["select"] == "merge":
+                total += 8 * op.k
+                staged = True
+            elif choices["select"] == "radix":
+                _, places, counted = radix_lists(op, experts, vec, lanes)
+                total += 8 * places * (2 if counted else 1) + 4 * DIGIT_WORDS
+        elif isinstance(op, row.GroupLimit) and choices["groups"] != "lanes":
+            total += 4 * op.groups
             staged = True
     if any(isinstance(o, row.Scatter) for o in region.ops):
         total += 4 * experts

@@ -1,4 +1,7 @@
-// A token's row in the registers of a few lanes, and the reductions over it.
+// A token's row in the registers of the lanes that share it, and the reductions over it.
+//
+// These lanes are a team: up to a warp, beside others in the block; or 2 to 32 warps, which are then the whole block. What
+// a team does together it does with all of its lanes.
 #pragma once
 
 #include "moesaic/base.cuh"
@@ -6,6 +9,7 @@
 namespace moesaic {
 
 constexpr unsigned kAllLanes = 0xffffffffu;
+constexpr int kWarp = 32;
 
 __host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 __host__ __device__ constexpr int next_power_of_two(int n) {
@@ -41,34 +45,51 @@ struct Row {
 
 // --------------------------------------------------------------------------------------------------------- lanes
 
-// Reductions over the kLanes lanes that share a token; every lane gets the result.
+// What a team wrote to shared memory before, all of its lanes may read after.
 template <int kLanes>
-__device__ __forceinline__ float lanes_sum(float x) {
+__device__ __forceinline__ void team_sync() {
+  if constexpr (kLanes <= kWarp) {
+    __syncwarp();
+  } else {
+    __syncthreads();
+  }
+}
+
+// Reductions over the kLanes lanes that share a token; every lane gets the result.
+template <int kLanes, typename T, class Combine>
+__device__ __forceinline__ T shuffle_reduce(T x, Combine combine) {
 #pragma unroll
-  for (int distance = kLanes / 2; distance > 0; distance /= 2) x += __shfl_xor_sync(kAllLanes, x, distance);
+  for (int distance = kLanes / 2; distance > 0; distance /= 2) {
+    x = combine(x, __shfl_xor_sync(kAllLanes, x, distance));
+  }
   return x;
+}
+
+// In any order. A block's warps leave one value each.
+template <int kLanes, typename T, class Combine>
+__device__ __forceinline__ T lanes_reduce(T x, Combine combine) {
+  if constexpr (kLanes <= kWarp) {
+    return shuffle_reduce<kLanes>(x, combine);
+  } else {
+    constexpr int kWarps = kLanes / kWarp;
+    __shared__ T of_warp[kWarps];
+    x = shuffle_reduce<kWarp>(x, combine);
+    __syncthreads();  // the values of the reduction before have been read
+    if (threadIdx.x % kWarp == 0) of_warp[threadIdx.x / kWarp] = x;
+    __syncthreads();
+    return shuffle_reduce<kWarps>(of_warp[threadIdx.x % kWarps], combine);
+  }
 }
 
 template <int kLanes>
 __device__ __forceinline__ float lanes_max(float x) {
-#pragma unroll
-  for (int distance = kLanes / 2; distance > 0; distance /= 2) {
-    x = maximum(x, __shfl_xor_sync(kAllLanes, x, distance));
-  }
-  return x;
+  return lanes_reduce<kLanes>(x, [](float a, float b) { return maximum(a, b); });
 }
 
 template <int kLanes, typename Key>
 __device__ __forceinline__ Key lanes_max_key(Key x) {
-#pragma unroll
-  for (int distance = kLanes / 2; distance > 0; distance /= 2) {
-    const Key other = __shfl_xor_sync(kAllLanes, x, distance);
-    x = other > x ? other : x;
-  }
-  return x;
+  return lanes_reduce<kLanes>(x, [](Key a, Key b) { return b > a ? b : a; });
 }
-
-// ---------------------------------------------------------------------------------------------------------- rows
 
 // x[0] = the sum of all, adding the upper half to the lower until one is left. A recursion: as loops, long sums would not
 // be unrolled, and x would move to local memory.
@@ -80,6 +101,26 @@ __device__ __forceinline__ void sum_by_halves(float (&x)[N]) {
     sum_by_halves<kCount / 2>(x);
   }
 }
+
+// From the top bit of the lane down, as `Row` says: over warps first, where a block has several.
+template <int kLanes>
+__device__ __forceinline__ float lanes_sum(float x) {
+  if constexpr (kLanes > kWarp) {
+    constexpr int kWarps = kLanes / kWarp;
+    __shared__ float beside[kWarps][kWarp];
+    __syncthreads();  // the values of the sum before have been read
+    beside[threadIdx.x / kWarp][threadIdx.x % kWarp] = x;
+    __syncthreads();
+    float part[kWarps];
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) part[w] = beside[w][threadIdx.x % kWarp];
+    sum_by_halves<kWarps>(part);
+    x = part[0];
+  }
+  return shuffle_reduce<smaller(kLanes, kWarp)>(x, [](float a, float b) { return a + b; });
+}
+
+// ---------------------------------------------------------------------------------------------------------- rows
 
 template <class R>
 __device__ __forceinline__ float row_sum(const float (&x)[R::kSlots], int lane) {
@@ -196,9 +237,9 @@ __device__ __forceinline__ void gather(const T* row, const int (&indices)[Picks:
 template <class Experts, class Picks>
 __device__ __forceinline__ void gather_registers(const float (&x)[Experts::kSlots], const int (&indices)[Picks::kSlots],
                                                  float (&y)[Picks::kSlots], float* shared_row, int lane) {
-  __syncwarp();
+  team_sync<Experts::kLanes>();
   to_shared<Experts>(x, shared_row, lane);
-  __syncwarp();
+  team_sync<Experts::kLanes>();
 #pragma unroll
   for (int p = 0; p < Picks::kSlots; ++p) y[p] = Picks::live(p, lane) ? shared_row[indices[p]] : 0.0f;
 }
@@ -207,14 +248,14 @@ __device__ __forceinline__ void gather_registers(const float (&x)[Experts::kSlot
 template <class Experts, class Picks>
 __device__ __forceinline__ void scatter(const float (&x)[Picks::kSlots], const int (&indices)[Picks::kSlots],
                                         float (&y)[Experts::kSlots], float* zero_row, int lane) {
-  __syncwarp();
+  team_sync<Experts::kLanes>();
 #pragma unroll
   for (int p = 0; p < Picks::kSlots; ++p) {
     if (Picks::live(p, lane)) zero_row[indices[p]] = x[p];
   }
-  __syncwarp();
+  team_sync<Experts::kLanes>();
   from_shared<Experts>(zero_row, y, lane);
-  __syncwarp();
+  team_sync<Experts::kLanes>();
 #pragma unroll
   for (int p = 0; p < Picks::kSlots; ++p) {
     if (Picks::live(p, lane)) zero_row[indices[p]] = 0.0f;
@@ -228,15 +269,30 @@ __device__ __forceinline__ void membership(const int (&indices)[Picks::kSlots], 
   static_assert(Experts::kSlots <= 32, "one bit a slot");
   constexpr int kVec = Experts::kVec;
   unsigned bits = 0;
+  if constexpr (Experts::kLanes <= kWarp) {
 #pragma unroll
-  for (int p = 0; p < Picks::kSlots; ++p) {
+    for (int p = 0; p < Picks::kSlots; ++p) {
 #pragma unroll(Picks::kColumns <= 32 ? Picks::kLanes : 1)
-    for (int source = 0; source < Picks::kLanes; ++source) {
-      if (Picks::column(p, source) >= Picks::kColumns) break;
-      const int expert = __shfl_sync(kAllLanes, indices[p], source, Picks::kLanes);
-      const int chunk = expert / kVec;
-      if (chunk % Experts::kLanes == lane) bits |= 1u << ((chunk / Experts::kLanes) * kVec + expert % kVec);
+      for (int source = 0; source < Picks::kLanes; ++source) {
+        if (Picks::column(p, source) >= Picks::kColumns) break;
+        const int expert = __shfl_sync(kAllLanes, indices[p], source, Picks::kLanes);
+        const int chunk = expert / kVec;
+        if (chunk % Experts::kLanes == lane) bits |= 1u << ((chunk / Experts::kLanes) * kVec + expert % kVec);
+      }
     }
+  } else {
+    // Every lane tells the owners of its picks. Nobody else touches a lane's word once it has been read and cleared.
+    __shared__ unsigned of_lane[Experts::kLanes];
+    of_lane[lane] = 0;
+    __syncthreads();
+#pragma unroll
+    for (int p = 0; p < Picks::kSlots; ++p) {
+      const int chunk = indices[p] / kVec;
+      const unsigned bit = 1u << ((chunk / Experts::kLanes) * kVec + indices[p] % kVec);
+      if (Picks::live(p, lane)) atomicOr(&of_lane[chunk % Experts::kLanes], bit);
+    }
+    __syncthreads();
+    bits = of_lane[lane];
   }
 #pragma unroll
   for (int i = 0; i < Experts::kSlots; ++i) member[i] = (bits >> i) & 1u;
