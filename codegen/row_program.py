@@ -20,7 +20,7 @@ from moesaic.ir.ops import col, math, row
 from moesaic.ir.ops.launch import Kernel
 from moesaic.ir.types import DType
 from moesaic.passes.row_layout import Layout, experts_columns, infer_layouts, read_in_registers
-from moesaic.passes.specialize import DIGIT_WORDS, exchanged_bytes, padded_columns, radix_lists
+from moesaic.passes.specialize import DIGIT_WORDS, RadixShape, exchanged_bytes, padded_columns
 
 STORAGE = {
     DType.BF16: "__nv_bfloat16",
@@ -99,7 +99,7 @@ class _Emitter:
         self.tables: dict[str, str] = {}
         self.dynamic: list[_DynamicTable] = []
         self.shared_bytes = 0
-        self.selections: dict[Op, tuple[str, str, str]] = {}  # rank type, keys and last pick of each top-k
+        self.selections: dict[Op, str] = {}  # of each top-k, whether it picked what slot i holds
         self.parameter_of: dict[Value, str] = {}
         self.results: list[tuple[Value, str]] = []
 
@@ -365,52 +365,16 @@ class _Emitter:
     def _topk(self, op: Op) -> list[str]:
         assert isinstance(op, row.TopK)
         picks = self._rows(self.layouts[op.indices])
-        keys, picked, last = (self._unique(n) for n in ("keys", "picked", "last"))
         raw = isinstance(op.x, BlockArgument) and op.x.type.dtype in (DType.BF16, DType.F16)
         rank = self._alias(
             "Rank",
             f"moesaic::Rank<{STORAGE[op.x.type.dtype] if raw else 'float'}>",
             "16-bit values rank with their column in one word" if raw else "",
         )
-        allowed = f" && {self._name(op.allowed)}[i]" if op.allowed is not None else ""
-        lines = [
-            f"{rank}::Key {keys}[Experts::kSlots];",
-            "#pragma unroll",
-            "for (int i = 0; i < Experts::kSlots; ++i) {",
-            f"  const bool live = Experts::live(i, lane){allowed};",
-            f"  {keys}[i] = live ? {rank}::make({self._read(op.x, 'i')}, Experts::column(i, lane)) : 0;",
-            "}",
-            f"{rank}::Pick {picked}[{picks}::kSlots], {last};",
-        ]
-        select = self.config["select"]
-        if select == "merge" and not raw:
-            select = "collect"  # values that fill a word are merged alone and collected with their columns
-        tables = []
-        # top-ks of one kernel may rank different types, and pick different numbers
-        of_rank, of_picks = rank.removeprefix("Rank"), picks.removeprefix("Picks")
-        pick_bytes = 4 if raw else 8
-        parameters = f"{rank}, Experts, {picks}"
-        if select == "sort":
-            places = padded_columns(self.experts, self.vec, self.lanes)
-            tables.append(
-                self._table(f"sorted{of_rank}", f"{rank}::Pick", "Experts::kSlots * kLanes", pick_bytes * places)
-            )
-        elif select == "collect":
-            tables += [
-                self._table("staged", "unsigned", "kExperts", 4 * self.experts),
-                self._table(f"reached{of_picks}", "moesaic::Wide", f"{picks}::kColumns", 8 * op.k),
-            ]
-        elif select == "radix":
-            parts, places, counted = radix_lists(op, self.experts, self.vec, self.lanes)
-            length = places * (2 if counted else 1)
-            parameters += f", /*parts=*/{parts}, /*places=*/{places}, /*counted=*/{str(counted).lower()}"
-            tables += [
-                self._table("digits", "unsigned", "moesaic::Digits::kWords", 4 * DIGIT_WORDS, zeroed=True),
-                self._table(f"listed{of_rank}{of_picks}", f"{rank}::Pick", str(length), pick_bytes * length),
-            ]
-            self.out.header = "select_block.cuh"
-        call = ", ".join([keys, "lane", picked, last, *tables])
-        lines.append(f"moesaic::top_k_{select}<{parameters}>({call});")
+        picked = self._unique("picked")
+        lines = (self._by_radix if self.config["select"] == "radix" else self._by_keys)(
+            op, rank, picked, 4 if raw else 8
+        )
         fills = []
         if self._used(op.indices):
             lines.append(f"int {self._name(op.indices)}[{picks}::kSlots];")
@@ -422,8 +386,65 @@ class _Emitter:
             self.kept.add(op.values)
         if fills:
             lines += ["#pragma unroll", f"for (int p = 0; p < {picks}::kSlots; ++p) {{", *fills, "}"]
-        self.selections[op] = (rank, keys, last)
         return lines
+
+    def _by_keys(self, op: row.TopK, rank: str, picked: str, pick_bytes: int) -> list[str]:
+        """Selection from the keys of all slots."""
+        picks = self._rows(self.layouts[op.indices])
+        keys, last = self._unique("keys"), self._unique("last")
+        self.selections[op] = f"{rank}::reaches({keys}[i], Experts::column(i, lane), {last})"
+        select = self.config["select"]
+        if select == "merge" and pick_bytes == 8:
+            select = "collect"  # values that fill a word are merged alone and collected with their columns
+        tables = []
+        # top-ks of one kernel may rank different types, and pick different numbers
+        if select == "sort":
+            places = padded_columns(self.experts, self.vec, self.lanes)
+            name = f"sorted{rank.removeprefix('Rank')}"
+            tables.append(self._table(name, f"{rank}::Pick", "Experts::kSlots * kLanes", pick_bytes * places))
+        elif select == "collect":
+            name = f"reached{picks.removeprefix('Picks')}"
+            tables += [
+                self._table("staged", "unsigned", "kExperts", 4 * self.experts),
+                self._table(name, "moesaic::Wide", f"{picks}::kColumns", 8 * op.k),
+            ]
+        call = ", ".join([keys, "lane", picked, last, *tables])
+        return [
+            f"{rank}::Key {keys}[Experts::kSlots];",
+            "#pragma unroll",
+            "for (int i = 0; i < Experts::kSlots; ++i) {",
+            f"  const bool live = {self._may_be_picked(op)};",
+            f"  {keys}[i] = live ? {rank}::make({self._read(op.x, 'i')}, Experts::column(i, lane)) : 0;",
+            "}",
+            f"{rank}::Pick {picked}[{picks}::kSlots], {last};",
+            f"moesaic::top_k_{select}<{rank}, Experts, {picks}>({call});",
+        ]
+
+    def _by_radix(self, op: row.TopK, rank: str, picked: str, pick_bytes: int) -> list[str]:
+        """Selection that makes keys of what reaches a bound."""
+        picks = self._rows(self.layouts[op.indices])
+        live, members = self._unique("may_be_picked"), self._unique("members")
+        self.selections[op] = f"({members} & 1u << i) != 0"
+        self.out.header = "select_block.cuh"
+        shape = RadixShape.of(op, self.experts, self.vec, self.lanes)
+        name = f"listed{rank.removeprefix('Rank')}{picks.removeprefix('Picks')}"
+        tables = [
+            self._table("digits", "unsigned", "moesaic::Digits::kWords", 4 * DIGIT_WORDS, zeroed=True),
+            self._table(name, f"{rank}::Pick", str(shape.length), pick_bytes * shape.length, kept=True),
+            self._table("ranked", "float", "kExperts", 4 * self.experts) if shape.bounded else "nullptr",
+        ]
+        counted = str(shape.counted).lower()
+        numbers = f"/*parts=*/{shape.parts}, /*places=*/{shape.places}, /*counted=*/{counted}"
+        call = ", ".join([self._array(op.x), live, "lane", picked, members, *tables])
+        return [
+            f"const auto {live} = [&](int i) {{ return {self._may_be_picked(op)}; }};",
+            f"{rank}::Pick {picked}[{picks}::kSlots];",
+            f"unsigned {members};  // a bit for each slot",
+            f"moesaic::top_k_radix<{rank}, Experts, {picks}, {numbers}>({call});",
+        ]
+
+    def _may_be_picked(self, op: row.TopK) -> str:
+        return "Experts::live(i, lane)" + (f" && {self._name(op.allowed)}[i]" if op.allowed is not None else "")
 
     def _group_limit(self, op: Op) -> list[str]:
         assert isinstance(op, row.GroupLimit)
@@ -479,12 +500,11 @@ class _Emitter:
         lines = [f"bool {name}[Experts::kSlots];"]
         made_by = op.indices.op if isinstance(op.indices, OpResult) else None
         if isinstance(made_by, row.TopK):
-            rank, keys, last = self.selections[made_by]
             return [
                 *lines,
                 "#pragma unroll",
                 "for (int i = 0; i < Experts::kSlots; ++i) {",
-                f"  {name}[i] = {rank}::reaches({keys}[i], Experts::column(i, lane), {last});",
+                f"  {name}[i] = {self.selections[made_by]};",
                 "}",
             ]
         picks = self._rows(self.layouts[op.indices])

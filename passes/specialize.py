@@ -31,13 +31,19 @@ _SLOTS_OF_WIDE_RANKS = 16
 _LANES_OF_FEW = 16
 _BLOCK_SLOTS = {"few": 16, "many": 24}  # live ones; registers for 24 leave room for 20 warps or so
 _BLOCK_LANES = (64, 512)  # twice as many leave 64 registers a thread, too few for 16 slots
-_MERGED_PICKS = 8  # of rows longer than this; more are picked by radix where a warp shares a row
-_RADIX_EXPERTS = 512
-_MAXIMA_A_PICK = 3  # then little more than the picks reaches the bound
+_USUAL_LANES = 128  # of a block
+_LONG_ROW = 512  # columns: longer ones have few lanes to spare
+_MERGED_PICKS = 8  # of a long row; more are picked by radix
+_SORTED_EXPERTS = 128  # rows so short are sorted for many picks
+_MAXIMA_A_PICK = 2  # then 1.4 elements a pick, or fewer, reach the bound
+_BOUNDED_PICKS = 256  # more are found from all of the keys
+_SCANNED_PICKS = 32  # at most, by rounds
 _LISTED = 64  # places for picks by radix, at least
 _COUNTED = 128  # so long a list is put in order by counting
 _PICKS_A_LANE = 8  # many picks need registers of their own
 _RESIDENT_WITH_GROUPS = 4  # blocks a multiprocessor; without the bound, registers leave it half empty
+_RESIDENT_LANES = {False: 768, True: 640}  # of blocks that select, by whether ranks are wide: a bound as above
+_BOUNDED_SLOTS = 20  # of a lane, at most, for that bound
 _PREFETCH_EXPERTS = range(128, 4097)  # shorter rows leave enough loads in flight as it is, longer ones no registers
 
 DIGIT_WORDS = 260
@@ -161,7 +167,10 @@ class Specialize(Pass):
         dense = any(layouts[v].kind == "experts" for v in op.region.terminator.operands if v in layouts)
         rows = [a for a in op.region.arguments if layouts[a].kind == "experts"]
         wanted = dense and len(rows) == 1 and experts in _PREFETCH_EXPERTS and not wide and self.tokens == "many"
-        bounded = grouped and threads == 128 and experts <= 256
+        resident = _RESIDENT_WITH_GROUPS if grouped and threads == 128 and experts <= 256 else 1
+        if block and selections and not columns and all(layouts[a].kind == "experts" for a in op.region.arguments):
+            if -(-experts // (vec * lanes)) * vec <= _BOUNDED_SLOTS and not limits:
+                resident = max(1, _RESIDENT_LANES[wide] // lanes)
         prefetch = self.prefetch or ("on" if wanted else "off")
         return {
             "lanes": str(lanes),
@@ -169,7 +178,7 @@ class Specialize(Pass):
             "threads": str(threads),
             "grid": "persistent" if columns or prefetch == "on" else "cover",
             "prefetch": prefetch,
-            "resident": str(self.resident or (_RESIDENT_WITH_GROUPS if bounded else 1)),
+            "resident": str(self.resident or resident),
             **select,
             "alignment": ",".join(map(str, alignment)),
         }
@@ -182,8 +191,20 @@ def _width(region: Block, layouts: dict[Value, Layout]) -> int:
 
 
 def _vector(experts: int, region: Block, layouts: dict[Value, Layout]) -> int:
-    """Columns in one chunk: what 16 bytes of the narrowest row hold, as far as E divides."""
-    return python_math.gcd(experts, 16 // _width(region, layouts))
+    """Columns in one chunk: what 16 bytes of the narrowest row hold, as far as E divides.
+
+    Chunks of a long row are shorter where that leaves fewer slots dead at the end of the row: 2304 columns are 2.25
+    chunks of 8 for each of 128 lanes, which take the time of 3, or 9 chunks of 2.
+    The lanes that there really are must not matter.
+    """
+    longest = python_math.gcd(experts, 16 // _width(region, layouts))
+    if experts <= _LONG_ROW:
+        return longest
+    lanes = _WARP if experts <= _WARP_EXPERTS else _USUAL_LANES
+    return min(
+        (longest >> halvings for halvings in range(longest.bit_length())),
+        key=lambda vec: -(-experts // (vec * lanes)) * vec,
+    )
 
 
 def _power_of_two(n: int) -> int:
@@ -197,37 +218,54 @@ def padded_columns(experts: int, vec: int, lanes: int) -> int:
 
 def _by_radix(op: row.TopK, experts: int) -> bool:
     """Whether a warp had better pick by radix than in any other way."""
-    return 2 * op.k <= experts and ((op.k > _WARP and experts > 128) or (op.k > _MERGED_PICKS and experts > 512))
+    longest, fewest = (_SORTED_EXPERTS, _SCANNED_PICKS) if op.k > _SCANNED_PICKS else (_LONG_ROW, _MERGED_PICKS)
+    return experts > longest and op.k > fewest and 2 * op.k <= experts
 
 
-def radix_lists(op: row.TopK, experts: int, vec: int, lanes: int) -> tuple[int, int, bool]:
-    """How a top-k by radix finds its bound, and the list of what reaches it.
+@dataclass(frozen=True)
+class RadixShape:
+    """How a top-k by radix finds its bound, and the list of what reaches it (``top_k_radix`` of select_block.cuh).
 
-    Returns:
-        Into how many equal parts a lane's slots are divided, whose maxima give the bound; each slot is a part of its own
-        where there are too few maxima. Places in the list. Whether the list is put in order by counting.
+    Attributes:
+        parts: equal parts of a lane's slots, whose maxima give the bound.
+        places: picks that the list holds; a power of two.
+        counted: whether the list is put in order by counting, into a second one.
+        bounded: whether there is a bound at all; with as many parts as slots the picks are found from all of the keys.
     """
-    chunks = -(-experts // vec)
-    slots = padded_columns(experts, vec, lanes) // lanes
-    parts = slots
-    for maxima, of_lane in ((lanes, 1), (chunks, slots // vec)):
-        if min(maxima, chunks) >= _MAXIMA_A_PICK * op.k:
-            parts = of_lane
-            break
-    exact = parts == slots
-    places = _power_of_two(op.k) if exact else max(_LISTED, _power_of_two(2 * op.k))
-    places = max(4, places)  # read in words
-    return parts, places, places <= _COUNTED
+
+    parts: int
+    places: int
+    counted: bool
+    bounded: bool
+
+    @property
+    def length(self) -> int:
+        """Picks that both lists hold."""
+        return self.places * (2 if self.counted else 1)
+
+    @classmethod
+    def of(cls, op: row.TopK, experts: int, vec: int, lanes: int) -> RadixShape:
+        chunks = -(-experts // vec)
+        slots = padded_columns(experts, vec, lanes) // lanes
+        parts = slots
+        if op.k <= _BOUNDED_PICKS:
+            for maxima, of_lane in ((lanes, 1), (chunks, slots // vec)):
+                if min(maxima, chunks) >= _MAXIMA_A_PICK * op.k:
+                    parts = of_lane
+                    break
+        bounded = parts < slots
+        places = max(_LISTED, _power_of_two(2 * op.k if bounded else op.k))
+        return cls(parts, places, places <= _COUNTED, bounded)
 
 
 def _selection(op: row.TopK, experts: int, slots: int, lanes: int) -> str:
-    """The cheapest way to select by an estimate of instructions a lane; the most picks sort the row in shared memory."""
+    """The cheapest way to select by an estimate of instructions a lane; most picks of all sort the row."""
     picks = op.k
     if lanes > _WARP:
         return "rounds" if picks <= 2 else "radix" if 2 * picks <= experts else "sort"
     if lanes == _WARP and _by_radix(op, experts):
         return "radix"
-    if picks > 32:
+    if picks > _SCANNED_PICKS:
         return "sort"
     listed = _power_of_two(picks)
     depth = listed.bit_length() - 1
@@ -271,8 +309,8 @@ def _shared_bytes_per_token(region: Block, experts: int, vec: int, lanes: int, c
                 total += 8 * op.k
                 staged = True
             elif choices["select"] == "radix":
-                _, places, counted = radix_lists(op, experts, vec, lanes)
-                total += 8 * places * (2 if counted else 1) + 4 * DIGIT_WORDS
+                shape = RadixShape.of(op, experts, vec, lanes)
+                total += 8 * shape.length + 4 * DIGIT_WORDS + (4 * experts if shape.bounded else 0)
         elif isinstance(op, row.GroupLimit) and choices["groups"] != "lanes":
             total += 4 * op.groups
             staged = True

@@ -39,7 +39,7 @@ struct Row {
   static __device__ __forceinline__ bool live(int slot, int lane) {
     const int first = (slot / kVec) * kLanes * kVec;             // known once loops over slots are unrolled
     if (first + kLanes * kVec <= kColumns) return true;
-    return first < kColumns && column(slot, lane) < kColumns;
+    return first < kColumns && column(slot - slot % kVec, lane) < kColumns;  // a chunk lives or is dead as a whole
   }
 };
 

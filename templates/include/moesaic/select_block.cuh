@@ -89,25 +89,9 @@ __device__ __forceinline__ unsigned radix_select(const unsigned (&keys)[kCount],
   return found;
 }
 
-// Writes the picks of a lane's slots for which `takes(slot)` holds to the team's list, as far as it is long enough.
-// Gives how many the whole team has.
-template <class R, class Experts, class Takes>
-__device__ __forceinline__ unsigned list_picks(const typename R::Key (&keys)[Experts::kSlots], int lane, Takes takes,
-                                               typename R::Pick* list, int length, unsigned* digits) {
-  int own = 0;
-#pragma unroll
-  for (int i = 0; i < Experts::kSlots; ++i) own += takes(i) ? 1 : 0;
-  if (own > 0) {
-    int place = static_cast<int>(atomicAdd(&digits[Digits::kListed], static_cast<unsigned>(own)));
-    if (place + own <= length) {
-#pragma unroll
-      for (int i = 0; i < Experts::kSlots; ++i) {
-        if (takes(i)) list[place++] = R::pick(keys[i], Experts::column(i, lane));
-      }
-    }
-  }
-  team_sync<Experts::kLanes>();
-  return digits[Digits::kListed];
+// Takes `own` places in the team's list of picks; gives the first.
+__device__ __forceinline__ unsigned take_places(unsigned* digits, unsigned own) {
+  return own == 0 ? 0 : atomicAdd(&digits[Digits::kListed], own);
 }
 
 // A list of few is put in order by counting, for each, how many come before it. It ends with zeros, and so will `sorted`.
@@ -123,85 +107,147 @@ __device__ __forceinline__ void rank_shared(const Pick* list, Pick* sorted, int 
       const uint4 word = *reinterpret_cast<const uint4*>(list + first);
       Pick others[kWide];
       memcpy(others, &word, sizeof(others));
+      unsigned ahead = 0;  // a bit each: cheaper than adding them up one by one
 #pragma unroll
-      for (int j = 0; j < kWide; ++j) before += others[j] > pick ? 1 : 0;
+      for (int j = 0; j < kWide; ++j) ahead |= (others[j] > pick ? 1u : 0u) << j;
+      before += __popc(ahead);
     }
     sorted[before] = pick;
   }
   team_sync<kLanes>();
 }
 
-// By a bound on the k-th largest key; what reaches it is listed and sorted.
+// What is picked for sure, in the list: by the last pick's key, then by its column, where elements with that key have to
+// be left out. `members` gets a bit for each of a lane's slots that is picked. Gives how many are, which is k unless
+// fewer may be picked.
+template <class R, class Experts, class Live>
+__device__ __forceinline__ unsigned list_exactly(const float (&x)[Experts::kSlots], Live live, int lane, unsigned k,
+                                                 unsigned* digits, typename R::Pick* list, unsigned& members) {
+  constexpr int kLanes = Experts::kLanes;
+  unsigned keys[Experts::kSlots];
+#pragma unroll
+  for (int i = 0; i < Experts::kSlots; ++i) keys[i] = live(i) ? R::make(x[i], Experts::column(i, lane)) : 0;
+  unsigned count;
+  const unsigned bound = radix_select<kLanes, 32, 0>(keys, digits, lane, k, count);
+  int last_column = Experts::kColumns;
+  if constexpr (sizeof(typename R::Pick) > sizeof(unsigned)) {  // else keys hold their columns, and are distinct
+    if (count > k) {
+      unsigned ties[Experts::kSlots];
+#pragma unroll
+      for (int i = 0; i < Experts::kSlots; ++i) {
+        ties[i] = keys[i] == bound ? 0xffffu - static_cast<unsigned>(Experts::column(i, lane)) : 0;
+      }
+      last_column = 0xffff - static_cast<int>(radix_select<kLanes, 16, 0>(ties, digits, lane, k, count));
+    }
+  }
+  members = 0;
+#pragma unroll
+  for (int i = 0; i < Experts::kSlots; ++i) {
+    const bool ahead = keys[i] > bound || (keys[i] == bound && Experts::column(i, lane) <= last_column);
+    members |= (ahead && keys[i] != 0 ? 1u : 0u) << i;
+  }
+  unsigned place = take_places(digits, __popc(members));
+#pragma unroll
+  for (int i = 0; i < Experts::kSlots; ++i) {
+    if (members >> i & 1u) list[place++] = R::pick(keys[i], Experts::column(i, lane));
+  }
+  team_sync<kLanes>();
+  return digits[Digits::kListed];
+}
+
+// By a bound on the k-th largest value; what reaches it is listed and sorted.
 //
-// The bound comes from the maxima of kRuns equal parts of each lane's slots: at least k elements reach the k-th largest of
-// those maxima, and mostly few more. If more reach it than the list holds, or if every slot is a part of its own, the last
-// pick itself is looked for: by its value, then by its column, where elements with that value have to be left out.
+// The bound comes from the maxima of kParts equal parts of each lane's slots: at least k elements reach the k-th largest
+// of those maxima, and mostly few more. Only these become keys. If more reach it than the list holds, or fewer than k
+// (NaN, elements that may not be picked), or if every slot is a part of its own, the picks are found by all of the keys.
 //
-// `digits` are Digits::kWords words, zero at first; `list` holds kList picks, twice as many where kCounted: those lists
-// are put in order by counting. Both are the token's own. kLanes is 32 or more.
-template <class R, class Experts, class Picks, int kRuns, int kList, bool kCounted>
-__device__ __forceinline__ void top_k_radix(const typename R::Key (&keys)[Experts::kSlots], int lane,
-                                            typename R::Pick (&picked)[Picks::kSlots], typename R::Pick& last,
-                                            unsigned* digits, typename R::Pick* list) {
+// `live(slot)` says what may be picked; `members` gets a bit for each of a lane's slots that is. `digits` are
+// Digits::kWords words, zero at first; `list` holds kPlaces picks, twice as many where kCounted: those lists are put in
+// order by counting; `shared_row` holds kColumns floats, unless every slot is a part. All are the token's own.
+template <class R, class Experts, class Picks, int kParts, int kPlaces, bool kCounted, class Live>
+__device__ __forceinline__ void top_k_radix(const float (&x)[Experts::kSlots], Live live, int lane,
+                                            typename R::Pick (&picked)[Picks::kSlots], unsigned& members,
+                                            unsigned* digits, typename R::Pick* list, float* shared_row) {
   using Pick = typename R::Pick;
   constexpr int kLanes = Experts::kLanes;
-  constexpr int kWanted = Picks::kColumns;
-  static_assert(kLanes >= kWarp && Experts::kSlots % kRuns == 0, "a warp or more; parts are equal");
-  const auto clear = [&](Pick* picks, int length) {
-    for (int i = lane; kCounted && i < length; i += kLanes) picks[i] = 0;
+  constexpr int kPart = Experts::kSlots / kParts;
+  static_assert(kLanes >= kWarp && Experts::kSlots % kParts == 0, "a warp or more; parts are equal");
+  static_assert(Experts::kSlots <= 32, "one bit a slot");
+  const auto clear = [&](int length) {
+    for (int i = lane; kCounted && i < length; i += kLanes) list[i] = 0;
   };
-  unsigned listed = ~0u;
-  unsigned wanted, count;
+  // A register cannot be indexed by a number known only at run time; shared memory can.
+  const auto of_slot = [&](int slot) {
+    const int column = Experts::column(slot, lane);
+    return R::pick(R::make(shared_row[column], column), column);
+  };
+  unsigned listed = 0;
+  unsigned first = 0;  // of this lane's places in the list
+  unsigned reaching = 0;
   team_sync<kLanes>();  // the picks of the token before have been read
-  clear(list, 2 * kList);
-  if constexpr (kRuns < Experts::kSlots) {
-    constexpr int kRun = Experts::kSlots / kRuns;
-    unsigned largest[kRuns];
+  clear(2 * kPlaces);
+  if constexpr (kPart > 1) {
+    unsigned largest[kParts];
 #pragma unroll
-    for (int r = 0; r < kRuns; ++r) {
-      largest[r] = keys[r * kRun];
+    for (int part = 0; part < kParts; ++part) {
+      float most = -infinity();
 #pragma unroll
-      for (int i = 1; i < kRun; ++i) largest[r] = max(largest[r], keys[r * kRun + i]);
+      for (int i = part * kPart; i < (part + 1) * kPart; ++i) most = live(i) ? fmaxf(most, x[i]) : most;
+      largest[part] = ordered_bits(most);
     }
-    wanted = kWanted;
-    const unsigned bound = max(radix_select<kLanes, 32, 16>(largest, digits, lane, wanted, count), 1u);
-    listed = list_picks<R, Experts>(keys, lane, [&](int i) { return keys[i] >= bound; }, list, kList, digits);
-  }
-  if (listed > kList) {
-    clear(list, kList);
-    wanted = kWanted;
-    const unsigned bound = radix_select<kLanes, 32, 0>(keys, digits, lane, wanted, count);
-    int last_column = Experts::kColumns;
-    if constexpr (sizeof(Pick) > sizeof(keys[0])) {  // else keys hold their columns, and are distinct
-      if (count > wanted) {
-        unsigned ties[Experts::kSlots];
+    unsigned bits;
+    if constexpr (kLanes == kWarp && kParts == 1) {
+      // One value a lane: sorting them takes fewer instructions than counting digits.
+      sort_over_lanes<Row<kWarp, kWarp, 1>>(largest, lane);
+      bits = __shfl_sync(kAllLanes, largest[0], Picks::kColumns - 1);
+      if (lane == 0) digits[Digits::kListed] = 0;
+      team_sync<kLanes>();
+    } else {
+      unsigned k = Picks::kColumns;
+      unsigned count;
+      bits = radix_select<kLanes, 32, 16>(largest, digits, lane, k, count);
+    }
+    const float bound = from_ordered_bits(bits);
 #pragma unroll
-        for (int i = 0; i < Experts::kSlots; ++i) {
-          ties[i] = keys[i] == bound ? 0xffffu - static_cast<unsigned>(Experts::column(i, lane)) : 0;
-        }
-        last_column = 0xffff - static_cast<int>(radix_select<kLanes, 16, 0>(ties, digits, lane, wanted, count));
+    for (int i = 0; i < Experts::kSlots; ++i) reaching |= (live(i) && x[i] >= bound ? 1u : 0u) << i;
+    to_shared<Experts>(x, shared_row, lane);
+    const unsigned own = __popc(reaching);
+    first = take_places(digits, own);
+    if (first + own <= kPlaces) {
+      unsigned place = first;
+      for (unsigned left = reaching; left != 0; left &= left - 1) {
+        list[place++] = of_slot(__ffs(static_cast<int>(left)) - 1);
       }
     }
-    const auto takes = [&](int i) {
-      return keys[i] != 0 && (keys[i] > bound || (keys[i] == bound && Experts::column(i, lane) <= last_column));
-    };
-    listed = list_picks<R, Experts>(keys, lane, takes, list, kList, digits);
+    team_sync<kLanes>();
+    listed = digits[Digits::kListed];
   }
-  const int length = static_cast<int>(listed);
+  const bool bounded = listed >= Picks::kColumns && listed <= kPlaces;
+  if (!bounded) {
+    if (kPart > 1) clear(kPlaces);
+    listed = list_exactly<R, Experts>(x, live, lane, Picks::kColumns, digits, list, members);
+  }
   const Pick* sorted = list;
   if constexpr (kCounted) {
-    rank_shared<kLanes>(list, list + kList, length, lane);
-    sorted = list + kList;
+    rank_shared<kLanes>(list, list + kPlaces, static_cast<int>(listed), lane);
+    sorted = list + kPlaces;
   } else {
-    for (int i = length + lane; i < kList; i += kLanes) list[i] = 0;
+    for (int i = static_cast<int>(listed) + lane; i < kPlaces; i += kLanes) list[i] = 0;
     team_sync<kLanes>();
-    sort_shared<kLanes>(list, kList, lane);
+    sort_shared<kLanes>(list, kPlaces, lane);
   }
 #pragma unroll
   for (int p = 0; p < Picks::kSlots; ++p) {
     picked[p] = Picks::live(p, lane) ? sorted[Picks::column(p, lane)] : Pick(0);
   }
-  last = sorted[kWanted - 1];
+  if (bounded) {
+    const Pick last = sorted[Picks::kColumns - 1];
+    members = reaching;
+    for (unsigned left = reaching; left != 0; left &= left - 1) {
+      const Pick pick = kCounted ? list[first++] : of_slot(__ffs(static_cast<int>(left)) - 1);
+      if (pick < last) members &= ~(left & (0u - left));
+    }
+  }
 }
 
 // ---------------------------------------------------------------------------------------------------------- groups
