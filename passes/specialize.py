@@ -42,8 +42,11 @@ _LISTED = 64  # places for picks by radix, at least
 _COUNTED = 128  # so long a list is put in order by counting
 _PICKS_A_LANE = 8  # many picks need registers of their own
 _RESIDENT_WITH_GROUPS = 4  # blocks a multiprocessor; without the bound, registers leave it half empty
-_RESIDENT_LANES = {False: 768, True: 640}  # of blocks that select, by whether ranks are wide: a bound as above
-_BOUNDED_SLOTS = 20  # of a lane, at most, for that bound
+_RESIDENT_LANES = {
+    False: 768,
+    True: 640,
+}  # a multiprocessor, of blocks that select: the same, by whether ranks are wide
+_BOUNDED_SLOTS = 20  # of a lane, at most: more do not fit these registers
 _PREFETCH_EXPERTS = range(128, 4097)  # shorter rows leave enough loads in flight as it is, longer ones no registers
 
 DIGIT_WORDS = 260
@@ -168,9 +171,9 @@ class Specialize(Pass):
         rows = [a for a in op.region.arguments if layouts[a].kind == "experts"]
         wanted = dense and len(rows) == 1 and experts in _PREFETCH_EXPERTS and not wide and self.tokens == "many"
         resident = _RESIDENT_WITH_GROUPS if grouped and threads == 128 and experts <= 256 else 1
-        if block and selections and not columns and all(layouts[a].kind == "experts" for a in op.region.arguments):
-            if -(-experts // (vec * lanes)) * vec <= _BOUNDED_SLOTS and not limits:
-                resident = max(1, _RESIDENT_LANES[wide] // lanes)
+        one_row = [layouts[a].kind for a in op.region.arguments] == ["experts"]
+        if block and one_row and selections and not limits and -(-experts // (vec * lanes)) * vec <= _BOUNDED_SLOTS:
+            resident = max(1, _RESIDENT_LANES[wide] // lanes)
         prefetch = self.prefetch or ("on" if wanted else "off")
         return {
             "lanes": str(lanes),

@@ -38,7 +38,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, /*blocks per multiprocess
   }
   __shared__ __align__(16) float scattered[kTokensPerBlock][kExperts];
   for (int e = lane; e < kExperts; e += kLanes) scattered[slot][e] = 0;
-  __syncwarp();
+  moesaic::team_sync<kLanes>();
 
   for (long long first = first_token - slot; first < tokens; first += stride) {
     // Lanes past the last token repeat it, so that every lane takes part in shuffles; they write nothing.

@@ -36,7 +36,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, /*blocks per multiprocess
 
   __shared__ __align__(16) float scattered[kTokensPerBlock][kExperts];
   for (int e = lane; e < kExperts; e += kLanes) scattered[slot][e] = 0;
-  __syncwarp();
+  moesaic::team_sync<kLanes>();
   float d_gate_bias[Experts::kSlots];  // %d_gate_bias, this lane's share of the sums over tokens
 #pragma unroll
   for (int i = 0; i < Experts::kSlots; ++i) d_gate_bias[i] = 0.0f;
