@@ -42,11 +42,9 @@ _LISTED = 64  # places for picks by radix, at least
 _COUNTED = 128  # so long a list is put in order by counting
 _PICKS_A_LANE = 8  # many picks need registers of their own
 _RESIDENT_WITH_GROUPS = 4  # blocks a multiprocessor; without the bound, registers leave it half empty
-_RESIDENT_LANES = {
-    False: 768,
-    True: 640,
-}  # a multiprocessor, of blocks that select: the same, by whether ranks are wide
-_BOUNDED_SLOTS = 20  # of a lane, at most: more do not fit these registers
+_RESIDENT_LANES = 768  # the same for blocks that select by radix
+_RESIDENT_LANES_OF_WIDE_RANKS = 512
+_BOUNDED_SLOTS = 18  # of a lane, at most: more do not fit these registers
 _PREFETCH_EXPERTS = range(128, 4097)  # shorter rows leave enough loads in flight as it is, longer ones no registers
 
 DIGIT_WORDS = 260
@@ -172,8 +170,9 @@ class Specialize(Pass):
         wanted = dense and len(rows) == 1 and experts in _PREFETCH_EXPERTS and not wide and self.tokens == "many"
         resident = _RESIDENT_WITH_GROUPS if grouped and threads == 128 and experts <= 256 else 1
         one_row = [layouts[a].kind for a in op.region.arguments] == ["experts"]
-        if block and one_row and selections and not limits and -(-experts // (vec * lanes)) * vec <= _BOUNDED_SLOTS:
-            resident = max(1, _RESIDENT_LANES[wide] // lanes)
+        spare = -(-experts // (vec * lanes)) * vec <= _BOUNDED_SLOTS and picks <= _BOUNDED_PICKS and not limits
+        if block and one_row and spare and select.get("select") == "radix":
+            resident = max(1, (_RESIDENT_LANES_OF_WIDE_RANKS if wide else _RESIDENT_LANES) // lanes)
         prefetch = self.prefetch or ("on" if wanted else "off")
         return {
             "lanes": str(lanes),
@@ -196,16 +195,18 @@ def _width(region: Block, layouts: dict[Value, Layout]) -> int:
 def _vector(experts: int, region: Block, layouts: dict[Value, Layout]) -> int:
     """Columns in one chunk: what 16 bytes of the narrowest row hold, as far as E divides.
 
-    Chunks of a long row are shorter where that leaves fewer slots dead at the end of the row: 2304 columns are 2.25
-    chunks of 8 for each of 128 lanes, which take the time of 3, or 9 chunks of 2.
-    The lanes that there really are must not matter.
+    Chunks of a long row are shorter, down to 4 bytes, where that leaves fewer slots dead at the end of the row: 2304
+    columns are 2.25 chunks of 8 for each of 128 lanes, which take the time of 3, or 9 chunks of 2. What counts is how
+    many lanes there usually are: sums depend on the chunks, and must not depend on the lanes.
     """
-    longest = python_math.gcd(experts, 16 // _width(region, layouts))
+    width = _width(region, layouts)
+    longest = python_math.gcd(experts, 16 // width)
     if experts <= _LONG_ROW:
         return longest
     lanes = _WARP if experts <= _WARP_EXPERTS else _USUAL_LANES
+    shorter = [longest >> halvings for halvings in range(longest.bit_length())]
     return min(
-        (longest >> halvings for halvings in range(longest.bit_length())),
+        (vec for vec in shorter if vec * width >= 4 or vec == longest),
         key=lambda vec: -(-experts // (vec * lanes)) * vec,
     )
 
