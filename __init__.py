@@ -16,6 +16,9 @@ _TABLE: dict[str, str] = {
     "Router": "moesaic.ir.declare:Router",
     "norm": "moesaic.ir.declare:norm",
     "sum_top": "moesaic.ir.declare:sum_top",
+    "LoadBalance": "moesaic.ir.losses:LoadBalance",
+    "ZLoss": "moesaic.ir.losses:ZLoss",
+    "Entropy": "moesaic.ir.losses:Entropy",
     "math": "moesaic.ir.math_functions",
     # the IR
     "Builder": "moesaic.ir.builder:Builder",
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
     from moesaic.ir.builder import Builder
     from moesaic.ir.declare import Router, norm, sum_top
     from moesaic.ir.errors import MoesaicError
+    from moesaic.ir.losses import Entropy, LoadBalance, ZLoss
     from moesaic.ir.parser import parse
     from moesaic.runtime.compile import compile
 

@@ -4,7 +4,8 @@
     python benchmarks/router.py --quick              # bf16 at two sizes, torch.compile for one case; about 90 s
     python benchmarks/router.py --no-peers --cases 128x8,512x10 --tokens 65536 --outputs dense
     python benchmarks/router.py --json results.json  # all numbers; the table is long, so redirect it too
-    python benchmarks/router.py --host               # host time of a call instead
+    python benchmarks/router.py --no-peers --cases 512x10 --variants 'specialize{listed=4};specialize{listed=8}'
+    python benchmarks/router.py --host --cases 128x8,256x8-groups --outputs compact   # host time of a call instead
     python benchmarks/router.py --check              # results only; without a GPU few tokens on the emulator
     python benchmarks/router.py --dry-run            # floors and bounds; needs no GPU
     python benchmarks/router.py --resources          # registers, spills, occupancy through NVRTC; needs no GPU
@@ -18,6 +19,9 @@ last replay wrote is compared with a plain call. torch.compile compiles a case o
 after ``--compile-budget`` seconds spent on that, the cells of cases not compiled yet say ``skipped``. Nothing is
 started after ``--budget`` seconds.
 
+``--variants`` times each case as it is and with options of passes in place of the compiler's choices, side by side in
+one run; the last column numbers them.
+
 Columns: ``B/token`` fewest bytes of device memory a token; ``floor`` their time at the bandwidth of a copy kernel
 measured in this run; ``issue`` and ``shuffle`` estimates from below of the time for instructions and shuffles (formulas
 in ``router_bounds.py``); ``of floor`` floor over time of ours, ``of bound`` the same for the largest of floor, issue,
@@ -30,9 +34,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -58,9 +64,11 @@ from timing import GraphTimer, Machine, Timing, commit, driver_version, host_us,
 from moesaic.codegen.kernel import GeneratedKernel
 from moesaic.codegen.resources import Resources
 from moesaic.codegen.target import WARP_THREADS, Target
+from moesaic.ir import environment
 from moesaic.ir.core import Op
 from moesaic.ir.errors import MoesaicError, ToolchainError
 from moesaic.ir.ops.launch import Kernel
+from moesaic.passes.manager import parse_pipeline
 from moesaic.runtime.program import Executable, Program, program_of
 
 TOKENS = (65536, 16384, 4096, 256)
@@ -95,6 +103,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     p.add_argument("--budget", type=float, default=None, metavar="SECONDS",
                    help="the whole run, 0 for no limit (default: 345; quick 85)")  # fmt: skip
     p.add_argument("--ms", type=float, default=25.0, help="milliseconds of replays for one sample (default: 25)")
+    p.add_argument("--variants", type=_variants, default=[""], metavar="PASSES;...",
+                   help="passes with options, for ours: 'specialize{lanes=8};sink-gathers{sparse=0}'")  # fmt: skip
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--json", metavar="FILE", help="write all numbers there, whatever ends the run")
     p.add_argument("--arch", default=None, help="target of the views that need no GPU (default: sm_90a)")
@@ -126,6 +136,17 @@ def _some_of(what: str, known: Sequence[str]) -> Callable[[str], list[str]]:
     return parse
 
 
+def _variants(text: str) -> list[str]:
+    found = [""]
+    for passes in text.split(";"):
+        try:
+            parse_pipeline(passes)
+        except MoesaicError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        found.append(passes)
+    return found
+
+
 def _integers(text: str) -> list[int]:
     try:
         found = [int(t) for t in text.split(",")]
@@ -146,14 +167,16 @@ class Variant:
     case: Case
     dtype: str
     outputs: str
+    passes: str = ""
+    number: int = 0
 
     def __str__(self) -> str:
-        return f"{self.case.name} {self.dtype} {self.outputs}"
+        return f"{self.case.name} {self.dtype} {self.outputs}" + (f" [{self.passes}]" if self.passes else "")
 
     @property
     def program(self) -> Program:
         """What moesaic makes of it; the one that the layer runs."""
-        return program_of(self.case.router(self.outputs, self.dtype).module(self.dtype))
+        return program_of(self.case.module(self.outputs, self.dtype, self.passes))
 
     def executable(self, kind: str, target: Target) -> Executable:
         """``forward``, ``training`` or ``backward``, for aligned inputs, as the layer asks for it."""
@@ -201,6 +224,7 @@ class Row:
             "top_k": case.top_k,
             "dtype": self.variant.dtype,
             "outputs": self.variant.outputs,
+            "passes": self.variant.passes,
             "tokens": self.tokens,
             "pass": self.which,
             "bytes_per_token": self.bounds.bytes_per_token,
@@ -225,7 +249,8 @@ def variants(args: argparse.Namespace) -> Iterator[Variant]:
         for outputs in args.outputs:
             for case in CASES:
                 if case.name in args.cases:
-                    yield Variant(case, dtype, outputs)
+                    for number, passes in enumerate(args.variants):
+                        yield Variant(case, dtype, outputs, passes, number)
 
 
 def _kernel_ops(executable: Executable) -> list[Kernel]:
@@ -236,7 +261,7 @@ def _kernel_ops(executable: Executable) -> list[Kernel]:
 _WIDTHS = (
     ("case", -12), ("dtype", -5), ("outputs", -7), ("T", 5), ("pass", -7), ("B/token", 7), ("floor", 7), ("issue", 7),
     ("shuffle", 7), ("ours", 8), ("+-", 5), ("of floor", 8), ("of bound", 8), ("eager", 8), ("x", 6), ("compile", 8),
-    ("x", 6), ("data", -6),
+    ("x", 6), ("data", -6), ("variant", -7),
 )  # fmt: skip
 
 
@@ -269,6 +294,7 @@ def print_row(row: Row) -> None:
         cells.append(_number(peer) if peer is not None else str(cell).partition(":")[0])
         cells.append(f"{peer / ours:.1f}x" if peer is not None and ours else "-")
     cells.append(("memory" if row.cold else "L2") if row.sets else "-")
+    cells.append(str(row.variant.number) if row.variant.number else "")
     print(_line(cells), flush=True)
     for name, cell in row.cells.items():
         if isinstance(cell, str) and ":" in cell:
@@ -348,7 +374,7 @@ class Bench:
         case, outputs = variant.case, variant.outputs
         made: dict[str, Route] = {}
         if "ours" in self._args.only:
-            made["ours"] = case.ours(outputs, variant.dtype, "cuda")
+            made["ours"] = case.ours(outputs, variant.dtype, "cuda", variant.passes)
         if "eager" in self._args.only:
             made["eager"] = case.eager(outputs)
         if "compile" in self._args.only and (not self._args.quick or (case.name, outputs) == ("128x8", "dense")):
@@ -503,7 +529,7 @@ def run_check(args: argparse.Namespace) -> int:
     wrong = 0
     for variant in variants(args):
         case, outputs = variant.case, variant.outputs
-        route = case.ours(outputs, variant.dtype, "cuda" if gpu else "emulate")
+        route = case.ours(outputs, variant.dtype, "cuda" if gpu else "emulate", variant.passes)
         for tokens in args.tokens if gpu else [_EMULATED_TOKENS]:
             said = "right"
             try:
@@ -514,35 +540,49 @@ def run_check(args: argparse.Namespace) -> int:
             except (MoesaicError, RuntimeError) as error:
                 said = f"ERROR: {_short(error)}"
             wrong += said != "right"
-            print(f"{case.name:12}  {variant.dtype:5}  {outputs:7}  {tokens:5}  {said}", flush=True)
+            print(f"{variant!s:26}  {tokens:5}  {said}", flush=True)
     return 1 if wrong else 0
 
 
+_HOST = {"ours, native": "native", "ours, python": "python", "eager": ""}
+"""Rows of the table of host times, with the launcher of each."""
+
+
 def run_host(args: argparse.Namespace) -> int:
-    """Host time of a call of ours next to ``x * 2``, at the smallest number of tokens."""
+    """Host time of a call of ours, with each launcher, next to operators of torch, at the smallest number of tokens."""
     print(f"{torch.cuda.get_device_name(0)}, driver {driver_version()}; torch {torch.__version__}, commit {commit()}")
     generator = torch.Generator(device="cuda").manual_seed(args.seed)
     tokens = min(args.tokens)
     print(f"median microseconds of host time of 1000 calls, T = {tokens}")
-    header = f"{'':28}  {'inference':>9}  {'training':>9}  {'fwd+bwd':>9}"
-    print(header)
+    print(f"{'':36}  {'inference':>9}  {'training':>9}  {'fwd+bwd':>9}")
     x = torch.randn(tokens, 128, device="cuda", generator=generator)
     leaf, ones = x.clone().requires_grad_(), torch.ones_like(x)
     with torch.no_grad():
-        plain = host_us(lambda: x * 2)
+        allocation, plain = host_us(lambda: torch.empty_like(x)), host_us(lambda: x * 2)
     both = host_us(lambda: torch.autograd.grad(leaf * 2, leaf, ones))
-    print(f"{'x * 2':28}  {plain:9.1f}  {host_us(lambda: leaf * 2):9.1f}  {both:9.1f}", flush=True)
+    print(f"{'torch.empty_like(x)':36}  {allocation:9.1f}")
+    print(f"{'x * 2':36}  {plain:9.1f}  {host_us(lambda: leaf * 2):9.1f}  {both:9.1f}", flush=True)
     for variant in variants(args):
         case, outputs = variant.case, variant.outputs
         inputs = make_inputs(case, outputs, variant.dtype, tokens, generator)
         bias = make_bias(case, generator)
-        routes = {"ours": case.ours(outputs, variant.dtype, "cuda"), "eager": case.eager(outputs)}
-        for name in ("ours", "eager"):
-            if name in args.only:
-                route = routes[name]
-                times = _host_times(route, inputs, bias)
-                print(f"{variant!s:22} {name:5}  " + "  ".join(f"{t:9.1f}" for t in times), flush=True)
+        for name, launcher in _HOST.items():
+            if name.partition(",")[0] in args.only:
+                with _launcher(launcher):
+                    route = case.ours(outputs, variant.dtype, "cuda") if launcher else case.eager(outputs)
+                    times = _host_times(route, inputs, bias)
+                print(f"{variant!s:22} {name:12}  " + "  ".join(f"{t:9.1f}" for t in times), flush=True)
     return 0
+
+
+@contextmanager
+def _launcher(choice: str) -> Iterator[None]:
+    before = os.environ.get(environment.LAUNCHER.name, "")
+    os.environ[environment.LAUNCHER.name] = choice
+    try:
+        yield
+    finally:
+        os.environ[environment.LAUNCHER.name] = before
 
 
 def _host_times(route: Route, inputs: Inputs, bias: Tensor | None) -> tuple[float, float, float]:
@@ -602,6 +642,8 @@ def _compiled(kernel: GeneratedKernel, target: Target) -> tuple[Resources, str, 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the mode asked for; gives the exit code."""
     args = parse_arguments(arguments)
+    for number, passes in enumerate(args.variants[1:], start=1):
+        print(f"variant {number}: {passes}")
     target = Target.parse(args.arch) if args.arch else Target.parse("sm_90a")
     if args.dry_run:
         return run_dry(args, target)

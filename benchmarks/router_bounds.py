@@ -11,18 +11,18 @@ The picks that a dense forward keeps for backward (4*K more, written) and inputs
 
 Instructions and shuffles come from the fused ops of the kernels as they are configured: L lanes share a token, a lane
 holds S slots of its row, 32/L tokens share a warp. What a lane executes for its token counts L/32 warp instructions a
-token. With n = ceil_pow2(K), d = log2(n), l = log2(L), R = ceil(S/n), and a key of one word (bf16 and fp16 logits that
-are ranked themselves) or two (float32 values)::
+token. With l = log2(L), and a key of one word (bf16 and fp16 logits that are ranked themselves) or two (float32)::
 
                        instructions of a lane                                                shuffles of a lane
-    top-k by merging   R * n*d*(d+1)/4 * c + (R-1+l) * (n*m + n/2*d*c), and the shuffles     l * n * words
+    top-k by merging   sorting, merging and exchanging lists (merging_instructions)          one a value exchanged
     top-k by rounds    K * (S*r + l*m), and the shuffles                                     K * l * words
     top-k by sorting   S/2 * D*(D+1)/2 * (4+c), D = log2(S*L)                                none
-    keys               3 * words a slot
-    group filter       4 + b*c for each value of a group of the lane, then `keep` rounds     keep * l * 2
-    sum, maximum       1 a slot + l, and the shuffles                                        l
+    keys               2.5 or 4 a slot
+    groups in lanes    what ranks a lane's groups among all: 2 a pair                        all groups, and the best
+    groups elsewhere   4 + b*c for each value of a group of the lane, then `keep` rounds     keep * l * 2
+    sum, maximum       1 a slot + l (half as much for the maximum of stored 16 bits)         l
     membership         1 a slot; from indices alone 4*K more, and the shuffles               K from indices alone
-    gather, scatter    1 a slot that goes through shared memory
+    gather, scatter    1 a slot that goes through shared memory; 1 a chunk where only written
     elementwise ops    1 a slot (a division or an exponential is several)
 
     one word:  c = 2 (a compare-exchange), m = 1 (a maximum), r = 3 (a step of a round)
@@ -44,7 +44,8 @@ from moesaic.ir.core import BlockArgument, Op, OpResult, Value
 from moesaic.ir.ops import math, row
 from moesaic.ir.ops.launch import Kernel
 from moesaic.ir.types import DType
-from moesaic.passes.row_layout import Layout, experts_columns, infer_layouts
+from moesaic.passes.row_layout import Layout, experts_columns, infer_layouts, sparse_results
+from moesaic.passes.specialize import merging_instructions, merging_shuffles
 
 ISSUES_PER_CLOCK = 4
 SHUFFLES_PER_CLOCK = 1
@@ -127,11 +128,14 @@ class _Counter:
         self._region = kernel.region
         self._layouts = infer_layouts(kernel.region)
         self._select = kernel.configuration.get("select", "")
+        self._listed = int(kernel.configuration.get("listed", 0))
+        self._groups = kernel.configuration.get("groups", "")
+        self._sparse = set(sparse_results(kernel.region).values())
         self._lanes = int(kernel.configuration["lanes"])
         self._steps = _log2(self._lanes)
-        vec = int(kernel.configuration["vec"])
+        self._vec = int(kernel.configuration["vec"])
         self._experts = experts_columns(self._layouts)
-        self._experts_slots = -(-_power_of_two(-(-self._experts // vec)) // self._lanes) * vec
+        self._experts_slots = -(-_power_of_two(-(-self._experts // self._vec)) // self._lanes) * self._vec
 
     def count(self) -> Work:
         lane = Work()
@@ -141,6 +145,8 @@ class _Counter:
 
     def _lane(self, op: Op) -> Work:
         """What a lane does for one op."""
+        if op in self._sparse:
+            return Work(self._experts_slots / self._vec + 2 * self._slots(op.operands[-1]))
         if isinstance(op, math.Elementwise):
             return Work(self._slots(op.results[0]))
         if isinstance(op, row.TopK):
@@ -166,15 +172,13 @@ class _Counter:
         short = isinstance(op.x, BlockArgument) and op.x.type.dtype in (DType.BF16, DType.F16)
         words, exchange, maximum, step = (1, 2, 1, 3) if short else (2, 6, 4, 6)
         slots, steps = self._experts_slots, self._steps
-        keys = 3 * words * slots
+        keys = (2.5 if short else 4) * slots
         if self._select == "merge":
-            listed = _power_of_two(op.k)
-            depth = _log2(listed)
-            runs = -(-slots // listed)
-            sort = runs * listed * depth * (depth + 1) / 4 * exchange
-            keep = listed * maximum + listed / 2 * depth * exchange
-            shuffles = steps * listed * words
-            return Work(keys + sort + (runs - 1 + steps) * keep + shuffles, shuffles)
+            listed = min(self._listed, _power_of_two(op.k))
+            return Work(
+                keys + merging_instructions(listed, op.k, slots, self._lanes),
+                merging_shuffles(listed, op.k, self._lanes),
+            )
         if self._select == "rounds":
             shuffles = op.k * steps * words
             return Work(keys + op.k * (slots * step + steps * maximum) + shuffles, shuffles)
@@ -182,6 +186,10 @@ class _Counter:
         return Work(keys + slots / 2 * depth * (depth + 1) / 2 * (4 + exchange))
 
     def _group_limit(self, op: row.GroupLimit) -> Work:
+        if self._groups == "lanes":
+            own = self._experts_slots // self._vec
+            shuffles = op.groups + own * op.best * _log2(self._experts // op.groups // self._vec)
+            return Work(2 * own * op.groups + 3 * shuffles, shuffles)
         groups = -(-_power_of_two(op.groups) // self._lanes)
         members = groups * (self._experts // op.groups)
         shuffles = op.keep * self._steps * 2

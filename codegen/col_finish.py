@@ -1,39 +1,263 @@
-"""The kernel that adds up the partial rows a row program left, in order."""
+"""The kernel after a row program: sums over tokens from its partial rows, and what is computed from them.
+
+A block adds up 32 columns of one sum. Where something follows, the block that is last to finish computes it: its
+threads go over the elements of column values, [E] or [N, E], and every thread holds the numbers.
+"""
 
 from __future__ import annotations
 
 from moesaic.codegen.kernel import Argument, GeneratedKernel
 from moesaic.codegen.render import banner, render
-from moesaic.codegen.row_program import STORAGE
-from moesaic.ir.errors import InternalError
+from moesaic.codegen.row_program import STORAGE, Line, comment, literal, register, short_name
+from moesaic.ir.core import Constant, Op, OpResult, Value
+from moesaic.ir.errors import InternalError, UnsupportedError
+from moesaic.ir.ops import col, math
 from moesaic.ir.ops.launch import Kernel
+from moesaic.passes.row_layout import operands_read
 
-COLUMNS_PER_BLOCK = 32
+TILE_COLUMNS = 32
+"""Columns a block adds up: `kTileColumns` of ``columns.cuh``."""
 
 
 def generate(op: Kernel) -> GeneratedKernel:
-    """CUDA of one finish kernel."""
-    type = op.operands[0].type
-    columns = type.shape[-1]
-    if not isinstance(columns, int):
-        raise InternalError(f"{op.symbol}: partial rows without a constant length: {type}")
-    threads = int(op.configuration["threads"])
-    source = render(
-        "col_finish.cu.j2",
-        {
-            "banner": banner(op, "sums over tokens from the partial rows of a row program"),
-            "symbol": op.symbol,
-            "columns": columns,
-            "threads": threads,
-            "type": STORAGE[type.dtype],
-        },
-    )
-    return GeneratedKernel(
-        symbol=op.symbol,
-        source=source,
-        arguments=(Argument("pointer", 0), Argument("pointer", 1), Argument("blocks", 0)),
-        threads=threads,
-        rows_per_block=COLUMNS_PER_BLOCK,
-        grid="columns",
-        columns=columns,
-    )
+    """CUDA of one finish kernel.
+
+    Raises:
+        UnsupportedError: the region holds something that has no form over column values; names the op.
+    """
+    return _Emitter(op).generate()
+
+
+class _Emitter:
+    def __init__(self, op: Kernel) -> None:
+        if op.region is None:
+            raise InternalError(f"{op.symbol}: a finish kernel without a region")
+        self.op = op
+        self.region = op.region
+        self.threads = int(op.configuration["threads"])
+        self.sums = op.region.arguments[: op.partials]
+        self.ops = op.region.ops[:-1]
+        self.parameters: list[Line] = []
+        self.arguments: list[Argument] = []
+        self.names: dict[Value, str] = {}
+        self.taken = {"i", "tile", "tokens", "sequences", "rows", "moesaic", "kThreads"}
+        self.pointers: dict[Value, str] = {}  # of what is read; of a sum, once it is finished
+        self.partials: list[str] = []
+        self.results: list[tuple[Value, str]] = []
+        self.ticket = ""
+
+    def generate(self) -> GeneratedKernel:
+        self._parameters()
+        body, blocks, per_sequence = self._summing()
+        if self.ops:
+            if self.sums:
+                body += ["", f"if (!moesaic::is_last_block({self.ticket})) return;"]
+            else:
+                blocks = 1
+            body += self._computing()
+        source = render(
+            "col_finish.cu.j2",
+            {
+                "banner": banner(self.op, "sums over tokens from partial rows, and what is computed from them"),
+                "symbol": self.op.symbol,
+                "threads": self.threads,
+                "parameters": self.parameters,
+                "body": ["  " + line if line and not line.startswith("#") else line for line in body],
+            },
+        )
+        return GeneratedKernel(
+            symbol=self.op.symbol,
+            source=source,
+            arguments=tuple(self.arguments),
+            threads=self.threads,
+            rows_per_block=1,
+            grid="fixed",
+            blocks=blocks,
+            blocks_per_sequence=per_sequence,
+        )
+
+    # ------------------------------------------------------------------------------------------------ parameters
+
+    def _parameters(self) -> None:
+        loaded = {v for op in self.ops for v in op.operands[: operands_read(op)]}
+        for index, value in enumerate(self.region.arguments):
+            if index < self.op.partials:
+                self.partials.append(self._pointer(index, value, "const "))
+            elif index == self.op.partials and self.sums and self.ops:
+                self.ticket = self._pointer(index, value, "")
+            elif value in loaded:
+                self.pointers[value] = self._pointer(index, value, "const ")
+        for number, value in enumerate(self.region.terminator.operands):
+            pointer = self._pointer(self.op.reads + number, value, "")
+            self.results.append((value, pointer))
+            if value in self.sums:
+                self.pointers[value] = pointer
+        if self.sums:
+            self._rows("rows", 0, "partial rows: blocks of the kernel before")
+        if any(isinstance(op, col.Rows) and op.x.type.leading == "T" for op in self.ops):
+            self.parameters.append(Line(declaration="long long tokens"))
+            self.arguments.append(Argument("tokens"))
+        by_sequence = [i for i, v in enumerate(self.op.operands) if v.type.leading == "N"]
+        if by_sequence:
+            self._rows("sequences", by_sequence[0], "")
+
+    def _pointer(self, index: int, value: Value, qualifier: str) -> str:
+        given = self.op.operands[index]
+        name = self._unique(f"{given.name or value.name or ('in' if index < self.op.reads else 'out')}_ptr")
+        shape = f"[{', '.join(map(str, given.type.shape))}]"
+        self.parameters.append(
+            Line(declaration=f"{qualifier}{STORAGE[value.type.dtype]}* __restrict__ {name}", why=shape)
+        )
+        self.arguments.append(Argument("pointer", index))
+        return name
+
+    def _rows(self, name: str, index: int, why: str) -> None:
+        self.parameters.append(Line(declaration=f"long long {name}", why=why))
+        self.arguments.append(Argument("rows", index))
+
+    # ------------------------------------------------------------------------------------------------------ sums
+
+    def _summing(self) -> tuple[list[str], int, int]:
+        """Lines that add up partial rows, and how many blocks they need: in all, and for each sequence."""
+        lines = ["int tile = blockIdx.x;"] if self.sums else []
+        blocks = per_sequence = 0
+        for number, (value, partial) in enumerate(zip(self.sums, self.partials, strict=True)):
+            columns = _columns(value)
+            tiles = -(-columns // TILE_COLUMNS)
+            total = self.pointers[value]
+            last = number == len(self.sums) - 1
+            call = f"moesaic::sum_partial_rows<{columns}, kThreads>"
+            if value.type.leading == "N":
+                per_sequence += tiles
+                where = f"{partial} + sequence * own * {columns}, own, tile % {tiles}, {total} + sequence * {columns}"
+                own = [f"const long long sequence = tile / {tiles}, own = rows / sequences;", f"{call}({where});"]
+                size = f"{tiles} * sequences" if tiles > 1 else "sequences"
+            else:
+                blocks += tiles
+                own = [f"{call}({partial}, rows, tile, {total});"]
+                size = str(tiles)
+            lines.append(f"if (tile >= 0 && tile < {size}) {{  // %{value.name or 'sums'}")
+            lines += ["  " + line for line in own] + ["}"]
+            if not last:
+                lines.append(f"tile -= {size};")
+        return lines, blocks, per_sequence
+
+    # --------------------------------------------------------------------------------------------- computation
+
+    def _computing(self) -> list[str]:
+        lines: list[str] = [""]
+        for value, pointer in self.pointers.items():
+            if _is_number(value):
+                lines.append(f"const {register(value)} {self._name(value)} = {self._load(value, pointer)};")
+        for op in self.ops:
+            value = op.results[0]
+            if isinstance(op, col.Rows):
+                count = "tokens" if op.x.type.leading == "T" else "sequences"
+                lines.append(f"const float {self._name(value)} = static_cast<float>({count});  // {self._comment(op)}")
+            elif isinstance(op, col.Total):
+                lines += self._total(op)
+            elif not isinstance(op, math.Elementwise):
+                raise UnsupportedError(f"{op.name} has no form over column values")
+            elif _is_number(value):
+                lines.append(self._assignment(op, value))
+        numbers = [(v, p) for v, p in self.results if v not in self.sums and _is_number(v)]
+        if numbers:
+            lines.append("if (threadIdx.x == 0) {")
+            lines += [f"  moesaic::store_one({p}, {self._stored(v)});" for v, p in numbers]
+            lines.append("}")
+        for value, pointer in self.results:
+            if value not in self.sums and not _is_number(value):
+                lines += self._loop(value, f"moesaic::store_one({pointer} + i, {self._stored(value)});")
+        return lines
+
+    def _total(self, op: col.Total) -> list[str]:
+        name = self._name(op.y)
+        if _is_number(op.x):
+            return [f"const float {name} = {self._name(op.x)};  // {self._comment(op)}"]
+        return [
+            f"float {name} = 0.0f;  // {self._comment(op)}",
+            *self._loop(op.x, f"{name} += {self._name(op.x)};"),
+            f"{name} = moesaic::block_sum<kThreads>({name});",
+        ]
+
+    def _loop(self, value: Value, last: str) -> list[str]:
+        """A loop of the block's threads over the elements of a value, which `last` then uses."""
+        columns = _columns(value)
+        end = f"sequences * {columns}" if value.type.leading == "N" else str(columns)
+        inside: list[str] = []
+        for needed in self._elements(value):
+            if isinstance(needed, OpResult):
+                assert isinstance(needed.op, math.Elementwise)
+                inside.append(self._assignment(needed.op, needed))
+            else:
+                where = f"{self.pointers[needed]} + {_place(needed, value)}"
+                inside.append(f"const {register(needed)} {self._name(needed)} = {self._load(needed, where)};")
+        return [
+            f"for (long long i = threadIdx.x; i < {end}; i += kThreads) {{",
+            *("  " + line for line in [*inside, last]),
+            "}",
+        ]
+
+    def _elements(self, value: Value) -> list[Value]:
+        """What has to be there, element by element, for an element of a value: in order, itself last."""
+        found: dict[Value, None] = {}
+
+        def visit(v: Value) -> None:
+            if isinstance(v, Constant) or _is_number(v) or v in found:
+                return
+            if isinstance(v, OpResult):
+                for operand in v.op.operands[: operands_read(v.op)]:
+                    visit(operand)
+            found[v] = None
+
+        visit(value)
+        return list(found)
+
+    def _assignment(self, op: math.Elementwise, value: Value) -> str:
+        operands = [literal(v.value) if isinstance(v, Constant) else self._name(v) for v in op.operands]
+        return f"const {register(value)} {self._name(value)} = {op.cuda_expression(*operands)};  // {self._comment(op)}"
+
+    def _load(self, value: Value, where: str) -> str:
+        loaded = f"moesaic::{'load_written' if value in self.sums else 'load_one'}({where})"
+        return loaded if register(value) == "bool" else f"moesaic::to_float({loaded})"
+
+    def _stored(self, value: Value) -> str:
+        return f"moesaic::from_float<{STORAGE[value.type.dtype]}>({self._name(value)})"
+
+    def _comment(self, op: Op) -> str:
+        return comment(op, self._name)
+
+    def _name(self, value: Value) -> str:
+        if value not in self.names:
+            base = "".join(c if c.isalnum() or c == "_" else "_" for c in value.name)
+            self.names[value] = self._unique(base if base and not base[0].isdigit() else short_name(value))
+        return self.names[value]
+
+    def _unique(self, base: str) -> str:
+        name, number = base, 2
+        while name in self.taken:
+            name = f"{base}{number}"
+            number += 1
+        self.taken.add(name)
+        return name
+
+
+def _columns(value: Value) -> int:
+    last = value.type.shape[-1] if value.type.shape else 1
+    if not isinstance(last, int):
+        raise InternalError(f"a column value without a constant length: {value.type}")
+    return last
+
+
+def _is_number(value: Value) -> bool:
+    return value.type.leading == "" and _columns(value) == 1
+
+
+def _place(value: Value, loop: Value) -> str:
+    """The element of a value that belongs to element i of another, by NumPy's rule."""
+    columns = _columns(loop)
+    if value.type.shape == loop.type.shape:
+        return "i"
+    if value.type.leading == "N":
+        return f"i / {columns}"
+    return f"i % {columns}" if loop.type.leading == "N" else "i"

@@ -10,7 +10,7 @@ class Argument:
     """One kernel parameter, in order.
 
     Kinds: ``pointer`` (address of operand `operand`), ``stride`` (elements between rows of operand `operand`),
-    ``tokens`` (T), ``blocks`` (the number of partial rows of operand `operand`).
+    ``tokens`` (T), ``rows`` (the number of rows of operand `operand`: of partial rows, of sequences).
     """
 
     kind: str
@@ -26,10 +26,11 @@ class GeneratedKernel:
         source: the CUDA text; byte-identical for equal IR and configuration.
         arguments: the parameters.
         threads: threads a block.
-        rows_per_block: tokens (row programs) or columns (finish kernels) a block handles at a time.
-        grid: ``cover`` (as many blocks as the work needs), ``persistent`` (at most what the GPU holds at once) or
-            ``columns`` (by the columns of the result).
-        columns: columns of the result, for grid ``columns``.
+        rows_per_block: tokens a block of a row program handles at a time.
+        grid: ``cover`` (as many blocks as the tokens need), ``persistent`` (at most what the GPU holds at once, at
+            least one), or ``fixed``.
+        blocks, blocks_per_sequence: a fixed grid has the sum of the first and, for each sequence, the second.
+        by_sequence: whether each sequence has as many blocks of its own as any other.
         shared_bytes: dynamic shared memory of a block, in bytes.
     """
 
@@ -39,5 +40,7 @@ class GeneratedKernel:
     threads: int
     rows_per_block: int
     grid: str
-    columns: int = 0
+    blocks: int = 0
+    blocks_per_sequence: int = 0
+    by_sequence: bool = False
     shared_bytes: int = 0

@@ -92,7 +92,8 @@ def compile_source(
     result, program = nvrtc.nvrtcCreateProgram(source.encode(), f"{name}.cu".encode(), 0, None, None)
     _check(nvrtc, result, "create a program")
     try:
-        encoded = [option.encode() for option in options]
+        # NVRTC's own cache would give the code back without the log, and with it without registers and spills.
+        encoded = [option.encode() for option in (*options, "--no-cache")]
         (result,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
         log = _clean(_text(nvrtc, program, "ProgramLog"))
         if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:

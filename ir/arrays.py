@@ -61,17 +61,17 @@ class ArrayNamespace(Protocol):
         ...
 
     def take(self, x: Array, indices: Array) -> Array:
-        """``x[..., indices]`` along the last axis, row by row."""
+        """``x[..., indices]`` along the last axis, row by row; 0 where an index lies outside."""
         ...
 
     def put(self, indices: Array, values: Array, size: int) -> Array:
-        """Zeros of `size` columns with `values` added at `indices`, row by row."""
+        """Zeros of `size` columns with `values` added at `indices`, row by row; indices outside are left out."""
         ...
 
     def take_vector(self, x: Array, indices: Array) -> Array:
-        """``x[indices]`` of a vector, in the shape of the indices."""
+        """``x[indices]`` of a vector, in the shape of the indices; 0 where an index lies outside."""
         ...
 
     def count(self, indices: Array, size: int) -> Array:
-        """How often each of 0..size-1 occurs among all indices, int64."""
+        """How often each of 0..size-1 occurs in each row of indices, int64: [..., n] to [..., size]."""
         ...

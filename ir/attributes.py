@@ -109,10 +109,12 @@ class IntSpec(AttributeSpec):
 @dataclass(frozen=True)
 class FloatSpec(AttributeSpec):
     minimum: float | None = None
+    infinite: bool = False
 
     @property
     def expects(self) -> str:
-        return "a finite number" + (f" >= {format_float(self.minimum)}" if self.minimum is not None else "")
+        kind = "a number" if self.infinite else "a finite number"
+        return kind + (f" >= {format_float(self.minimum)}" if self.minimum is not None else "")
 
     def problem(self, value: Attribute) -> str | None:
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -121,7 +123,8 @@ class FloatSpec(AttributeSpec):
             number = float(value)
         except OverflowError:
             return "an integer beyond every float"
-        if not math.isfinite(number) or (self.minimum is not None and number < self.minimum):
+        allowed = not math.isnan(number) if self.infinite else math.isfinite(number)
+        if not allowed or (self.minimum is not None and number < self.minimum):
             return format_float(number)
         return None
 

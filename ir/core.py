@@ -205,8 +205,10 @@ def integer(doc: str, *, minimum: int | None = None, default: int | None = None)
     return AttributeDef(lambda n: attr.IntSpec(n, doc, default is None, default, minimum=minimum))
 
 
-def number(doc: str, *, minimum: float | None = None, default: float | None = None) -> AttributeDef[float]:
-    return AttributeDef(lambda n: attr.FloatSpec(n, doc, default is None, default, minimum=minimum))
+def number(
+    doc: str, *, minimum: float | None = None, default: float | None = None, infinite: bool = False
+) -> AttributeDef[float]:
+    return AttributeDef(lambda n: attr.FloatSpec(n, doc, default is None, default, minimum=minimum, infinite=infinite))
 
 
 def string(doc: str, *, choices: tuple[str, ...] = (), default: str | None = None) -> AttributeDef[str]:

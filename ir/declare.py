@@ -1,12 +1,13 @@
 """What a person declares: a router by its arguments, turned into IR.
 
 The grammar, in order: logits (+ gate bias) -> cap -> score over all experts -> selection score (+ selection bias) ->
-group filter -> top-k -> weight of each pick, from the score without the selection bias -> division -> scale, constant
-and per expert.
+group filter -> top-k (or picks that are given) -> weight of each pick, from the score without the selection bias ->
+division -> scale, constant and per expert.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Self
@@ -15,11 +16,19 @@ from moesaic.ir.attributes import Call
 from moesaic.ir.builder import Builder
 from moesaic.ir.core import Constant, Module, OpResult, Value, create_one
 from moesaic.ir.errors import InputError, InputTypeError, suggestion
+from moesaic.ir.losses import Entropy, LoadBalance, Loss
+from moesaic.ir.ops import math, row
 from moesaic.ir.types import DType, symbol, tensor
 
 Score = str | Callable[[Value], Value]
 
-OUTPUTS = ("weights", "indices", "counts", "probs", "map", "scores")
+OUTPUTS = ("weights", "indices", "counts", "probs", "map", "bitmap", "scores", "score_sums", "logsumexp")
+
+INDICES = {"int16": DType.I16, "int32": DType.I32, "int64": DType.I64}
+"""Names of the types that indices can have."""
+
+LOSS_PREFIX = "loss_"
+"""Results of the function that are losses, by the names they are declared under."""
 
 
 def _sqrtsoftplus(x: Value) -> Value:
@@ -42,6 +51,13 @@ class Normalization:
     min: float = 0.0
 
 
+@dataclass(frozen=True)
+class LpNormalization:
+    """w_k / (sum_j |w_j|^p)^(1/p); make it with ``norm.lp``."""
+
+    p: float
+
+
 class _Norms:
     """Ways to renormalise the weights of the picks."""
 
@@ -56,6 +72,17 @@ class _Norms:
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
                 raise InputError(f"norm.sum: {name} must be a finite number >= 0, found {value!r}")
         return Normalization(eps, min)
+
+    @staticmethod
+    def lp(p: float) -> LpNormalization:
+        """w_k / (sum_j |w_j|^p)^(1/p), the largest |w_j| for p = inf; zero weights where the divisor is 0.
+
+        Raises:
+            InputError: p is below 1.
+        """
+        if isinstance(p, bool) or not isinstance(p, int | float) or not p >= 1:
+            raise InputError(f"norm.lp: p must be a number >= 1, or inf, found {p!r}")
+        return LpNormalization(float(p))
 
 
 norm = _Norms()
@@ -80,14 +107,18 @@ class Router:
 
         score_then_topk:  i = topk(s(x) + b),  w_k = s(x)[i_k]
         topk_then_score:  i = topk(x + b),     w   = s(x[i])
+        given:            i is an input, w as above
         weights_k = scale * expert_scale[i_k] * w_k / max(sum w + eps, min)      (what is declared of it)
 
     Selection order is (value descending, index ascending), -0 equal to +0, NaN below -inf. Where the score is strictly
     increasing in the logit and nothing is added to it, picks are ranked on the logits: the same order in exact
     arithmetic, finer where float32 scores saturate. ``rank="score"`` forces ranking on the score.
 
+    Picks that are given may repeat: the same expert twice in a row counts twice, and its weights and gradients add up.
+    An id outside [0, E) is "not here": it weighs 0, is counted nowhere, passes no gradient, and comes back as -1.
+
     Args:
-        num_experts: E.
+        num_experts: E, without `zero_experts`.
         top_k: K, picks per token, 1 <= K <= E.
         score: ``"softmax"``, ``"sigmoid"``, ``"sqrtsoftplus"``, or a function of an IR value.
         order: ``"score_then_topk"`` or ``"topk_then_score"``.
@@ -96,16 +127,25 @@ class Router:
         logit_cap: c of c * tanh(x / c), which bounds the logits; ``None`` for no cap.
         groups, groups_kept: only the best `groups_kept` of `groups` equal groups of experts can be picked.
         group_score: ``"max"``, ``"sum_top2"`` or ``sum_top(n)``.
-        renormalize: ``True`` (divide by the sum), ``False`` or ``norm.sum(eps=, min=)``.
+        renormalize: ``True`` (divide by the sum), ``False``, ``norm.sum(eps=, min=)`` or ``norm.lp(p)`` (divide by the
+            Lp norm).
         renorm_eps: added to the sum, with ``renormalize=True``.
         scale: constant factor of the weights.
         expert_scale: input ``expert_scale`` [E] f32, a learned factor of each expert's weight; it gets a gradient.
-        outputs: any of ``weights`` [T, K], ``indices`` [T, K] i32, ``counts`` [E] i32, ``probs`` [T, E] in the logits'
-            dtype (the weight where picked, else 0), ``map`` [T, E] u8 (1 where picked), ``scores`` [T, E] f32 (s(x)
-            over all experts, whatever is picked).
+        outputs: any of ``weights`` [T, K], ``indices`` [T, K], ``counts`` [E] i32, ``probs`` [T, E] in the logits'
+            dtype (the weight where picked, else 0), ``map`` [T, E] u8 (1 where picked), ``bitmap`` [T, ceil(E / 8)] u8
+            (bit e mod 8 of byte e div 8 is 1 where e is picked), ``scores`` [T, E] f32 (s(x) over all experts, whatever
+            is picked), ``score_sums`` [E] f32 (the sum over tokens of s(x) divided by its sum over experts, with
+            gradient: what a loss of your own may be made of), ``logsumexp`` [T] f32 (of x over all experts; it has a
+            gradient).
+        losses: by name, `LoadBalance`, `ZLoss` or `Entropy`; results come as one mapping after the outputs, scalars.
         dtype: of the logits; ``None`` takes it from each call.
         weights_dtype: of ``weights``.
         rank: ``"auto"`` or ``"score"``, see above.
+        indices_dtype: of the indices, given or put out: ``"int16"``, ``"int32"`` or ``"int64"``.
+        selection: ``"topk"``, or ``"given"``: the picks are the input ``indices`` [T, K], say of a table by token id.
+        zero_experts: Z experts more, with ids from `num_experts` on, that return their input. To a router they are
+            experts like others: wherever E stands above for a length (of the logits, of counts), it is E + Z.
 
     Raises:
         InputError: an argument, or a combination of them, that has no meaning.
@@ -121,31 +161,41 @@ class Router:
     groups: int | None = None
     groups_kept: int | None = None
     group_score: str | Call = "sum_top2"
-    renormalize: bool | Normalization = False
+    renormalize: bool | Normalization | LpNormalization = False
     renorm_eps: float = 0.0
     scale: float = 1.0
     expert_scale: bool = False
     outputs: tuple[str, ...] = ("weights", "indices", "counts")
+    losses: Mapping[str, Loss] = field(default_factory=dict, hash=False)
     dtype: str | None = None
     weights_dtype: str = "fp32"
     rank: str = "auto"
+    indices_dtype: str = "int32"
+    selection: str = "topk"
+    zero_experts: int = 0
     name: str = field(default="route", kw_only=True)
 
     def __post_init__(self) -> None:
-        e, k = self.num_experts, self.top_k
+        e, k, z = self.num_experts, self.top_k, self.zero_experts
         if not _is_int(e) or e < 1:
             raise InputError(f"num_experts must be an integer >= 1, found {e!r}")
-        if not _is_int(k) or not 1 <= k <= e:
-            raise InputError(f"top_k must be an integer between 1 and num_experts = {e}, found top_k = {k!r}")
+        if not _is_int(z) or z < 0:
+            raise InputError(f"zero_experts must be an integer >= 0, found {z!r}")
+        if not _is_int(k) or not 1 <= k <= e + z:
+            raise InputError(f"top_k must be an integer between 1 and {self._experts}, found top_k = {k!r}")
         if isinstance(self.score, str):
             _choice("score", self.score, SCORES)
         elif not callable(self.score):
             raise InputError(f"score must be a name or a function of an IR value, found {self.score!r}")
         _choice("order", self.order, ("score_then_topk", "topk_then_score"))
         _choice("rank", self.rank, ("auto", "score"))
+        _choice("selection", self.selection, ("topk", "given"))
         self._check_groups()
-        if not isinstance(self.renormalize, bool | Normalization):
-            raise InputError(f"renormalize must be True, False or norm.sum(...), found {self.renormalize!r}")
+        self._check_indices()
+        if not isinstance(self.renormalize, bool | Normalization | LpNormalization):
+            raise InputError(
+                f"renormalize must be True, False, norm.sum(...) or norm.lp(p), found {self.renormalize!r}"
+            )
         if self.renorm_eps and self.renormalize is not True:
             raise InputError("renorm_eps goes with renormalize=True; otherwise give eps in norm.sum(eps=...)")
         norm.sum(eps=self.renorm_eps)
@@ -160,20 +210,56 @@ class Router:
             _choice("outputs", output, OUTPUTS)
         if len(set(self.outputs)) != len(self.outputs):
             raise InputError(f"outputs names one twice: {self.outputs}")
+        object.__setattr__(self, "losses", dict(self.losses))
+        for name, loss in self.losses.items():
+            if not isinstance(name, str) or not name.isidentifier():
+                raise InputError(f"losses are named by identifiers, found {name!r}")
+            if not isinstance(loss, Loss):
+                raise InputError(f"loss {name!r} must be a LoadBalance, ZLoss or Entropy, found {loss!r}")
+        if len({s for s in map(_segments, self.losses.values()) if s}) > 1:
+            raise InputError("losses by sequence must agree in the order of tokens: batch_first or sequence_first")
         for field_name in ("dtype", "weights_dtype"):
             value = getattr(self, field_name)
             if value is not None and not DType.parse(value).is_float:
                 raise InputError(f"{field_name} must be a float type, found {value}")
 
+    @property
+    def columns(self) -> int:
+        """Length of a row of logits: all experts, those that return their input included."""
+        return self.num_experts + self.zero_experts
+
+    @property
+    def _experts(self) -> str:
+        """How errors call the number of columns."""
+        if not self.zero_experts:
+            return f"num_experts = {self.num_experts}"
+        return f"num_experts + zero_experts = {self.columns}"
+
+    def _check_indices(self) -> None:
+        """The type of the indices, and what goes with picks that are given."""
+        _choice("indices_dtype", self.indices_dtype, INDICES)
+        if self.indices_dtype == "int16" and self.columns > 2**15 - 1:
+            raise InputError(
+                f"indices_dtype 'int16' holds ids up to 32767, found {self._experts}; use 'int32' or 'int64'"
+            )
+        if self.selection == "topk":
+            return
+        for name, unused in (("selection_bias", False), ("groups", None), ("groups_kept", None), ("rank", "auto")):
+            if getattr(self, name) != unused:
+                raise InputError(
+                    f"{name} = {getattr(self, name)!r} decides which experts are picked, but with selection='given' "
+                    "these are an input; leave it out, or use selection='topk'"
+                )
+
     def _check_groups(self) -> None:
-        e, k = self.num_experts, self.top_k
+        e, k = self.columns, self.top_k
         if (self.groups is None) != (self.groups_kept is None):
             raise InputError("groups and groups_kept go together: give both or neither")
         best = _group_score(self.group_score)
         if self.groups is None or self.groups_kept is None:
             return
         if not _is_int(self.groups) or self.groups < 1 or e % self.groups:
-            raise InputError(f"groups must divide num_experts = {e}, found groups = {self.groups!r}")
+            raise InputError(f"groups must divide {self._experts}, found groups = {self.groups!r}")
         if not _is_int(self.groups_kept) or not 1 <= self.groups_kept <= self.groups:
             raise InputError(
                 f"groups_kept must be between 1 and groups = {self.groups}, found groups_kept = {self.groups_kept!r}"
@@ -224,55 +310,126 @@ class Router:
         return cls(**arguments)
 
     @property
-    def normalization(self) -> Normalization | None:
+    def normalization(self) -> Normalization | LpNormalization | None:
         """The division of the weights, or ``None``."""
-        if isinstance(self.renormalize, Normalization):
+        if isinstance(self.renormalize, Normalization | LpNormalization):
             return self.renormalize
         return Normalization(eps=self.renorm_eps) if self.renormalize else None
 
-    def module(self, dtype: DType | str | None = None) -> Module:
-        """The router as IR, for logits of the given dtype (default: the declared one, else float32)."""
-        logits_dtype = DType.parse(dtype or self.dtype or "f32")
+    @property
+    def segments(self) -> str:
+        """The order of tokens, if a loss is taken by sequence; else empty."""
+        return next((s for s in map(_segments, self.losses.values()) if s), "")
+
+    def module(self, dtype: DType | str | None = None, *, masked: bool = False) -> Module:
+        """The router as IR, for logits of the given dtype (default: the declared one, else float32).
+
+        `masked` adds the input ``token_mask`` [T], i1: tokens where it is false have indices -1, weights 0, and no
+        share in counts, losses or gradients.
+        """
+        return _Declaration(self, DType.parse(dtype or self.dtype or "f32"), masked).build()
+
+
+class _Declaration:
+    """A router turned into IR, step by step in the order of the grammar."""
+
+    def __init__(self, router: Router, dtype: DType, masked: bool) -> None:
+        self.router = router
+        self.dtype = dtype
+        self.b = b = Builder(router.name)
+        self.experts = router.columns
         tokens = symbol("T")
-        b = Builder(self.name)
-        logits: Value = b.input("logits", tensor(logits_dtype, tokens, self.num_experts))
-        if self.gate_bias:
-            logits = logits + b.input("gate_bias", tensor(DType.F32, self.num_experts))
-        uncapped = logits
-        if self.logit_cap is not None:
-            logits = create_one("math.tanh", logits / float(self.logit_cap)) * float(self.logit_cap)
-            logits.name = "capped"
-        bias = b.input("bias", tensor(DType.F32, self.num_experts)) if self.selection_bias else None
-        indices, weights = self._select(b, uncapped, logits, bias)
-        if self.normalization is not None:
-            n = self.normalization
+        self.raw: Value = b.input("logits", tensor(dtype, tokens, self.experts))
+        self.mask: Value | None = None
+        if masked:
+            self.mask = _op(b, "row.unsqueeze", b.input("token_mask", tensor(DType.I1, tokens)))
+        self.sequences: Value | None = None
+        if router.segments:
+            self.sequences = b.input("sequences", tensor(DType.F32, symbol("N"), 0))
+        # A masked token takes part with logits of 0, so that whatever it holds stays out of every result.
+        kept: Value = self.raw if self.mask is None else math.select(self.mask, self.raw, 0.0)
+        self.biased = kept
+        if router.gate_bias:
+            self.biased = kept + b.input("gate_bias", tensor(DType.F32, self.experts))
+        self.logits = self.biased
+        if router.logit_cap is not None:
+            self.logits = create_one("math.tanh", self.biased / float(router.logit_cap)) * float(router.logit_cap)
+            self.logits.name = "capped"
+        # Picks are ranked on what is in memory where they can be: masked tokens have none.
+        self.ranked_as = {kept: self.raw}
+
+    def build(self) -> Module:
+        router, b = self.router, self.b
+        given = router.selection == "given"
+        self.indices, weights = self._given() if given else self._select()
+        n = router.normalization
+        if isinstance(n, LpNormalization):
+            weights = b.op("row.lp_normalize", weights, p=n.p)
+        elif n is not None:
             weights = b.op("row.normalize", weights, eps=n.eps or None, min=n.min or None)
-        if self.scale != 1.0:
-            weights = weights * float(self.scale)
-        if self.expert_scale:
-            factors = b.input("expert_scale", tensor(DType.F32, self.num_experts))
-            weights = weights * b.op("row.gather", factors, indices)
-        made = {name: self._output(b, name, weights, indices, logits, logits_dtype) for name in self.outputs}
+        if router.scale != 1.0:
+            weights = weights * float(router.scale)
+        if router.expert_scale:
+            factors = b.input("expert_scale", tensor(DType.F32, self.experts))
+            weights = weights * b.op("row.gather", factors, self.indices)
+        # Last, so that a cotangent of a weight that is none reaches nothing, whatever it is.
+        self.weights = math.select(_is_away(self.indices), 0.0, weights) if given else self._masked(weights)
+        made = {name: self._output(name) for name in router.outputs}
+        made |= {LOSS_PREFIX + name: self._loss(loss) for name, loss in router.losses.items()}
         return b.build(**made)
 
-    def _select(self, b: Builder, uncapped: Value, logits: Value, bias: Value | None) -> tuple[Value, Value]:
+    def _given(self) -> tuple[Value, Value]:
+        """(indices, weights before the division) of picks that are an input; weights are 0 where they are not here."""
+        router, b = self.router, self.b
+        ids = b.input("indices", tensor(INDICES[router.indices_dtype], symbol("T"), router.top_k))
+        among = () if self.mask is None else (self.mask,)
+        indices = _op(b, "row.given", ids, *among, size=self.experts)
+        if router.order == "score_then_topk":
+            return indices, _op(b, "row.gather", self.scores, indices, named="picked_scores")
+        picked = math.select(_is_away(indices), float("-inf"), b.op("row.gather", self.logits, indices))
+        return indices, math.select(_is_away(indices), 0.0, self._score(picked))
+
+    def _select(self) -> tuple[Value, Value]:
         """(indices, weights before the division)."""
-        if self.order == "topk_then_score":
-            selection = logits if bias is None else logits + bias
-            values, indices = b.op("row.topk", selection, *self._allowed(b, selection), k=self.top_k)
-            picked = values if bias is None else b.op("row.gather", logits, indices)
+        router, b = self.router, self.b
+        bias = b.input("bias", tensor(DType.F32, self.experts)) if router.selection_bias else None
+        if router.order == "topk_then_score":
+            selection = self.logits if bias is None else self.logits + bias
+            values, indices = self._topk(selection, selection)
+            picked = values if bias is None else b.op("row.gather", self.logits, indices)
             return indices, self._score(picked)
-        scores = self._score(logits)
+        scores = self.scores
         selection = scores
         if bias is not None:
             selection = scores + bias
             selection.name = "selection"
-        ranked = uncapped if bias is None and self.rank == "auto" and _increasing(scores, uncapped) else selection
-        _, indices = b.op("row.topk", ranked, *self._allowed(b, selection), k=self.top_k)
+        monotone = bias is None and router.rank == "auto" and _increasing(scores, self.biased)
+        _, indices = self._topk(self.biased if monotone else selection, selection)
         return indices, b.op("row.gather", scores, indices, named="picked_scores")
 
+    def _topk(self, ranked: Value, selection: Value) -> tuple[Value, Value]:
+        """The K best by `ranked`, among the groups that are best by `selection`."""
+        router, b = self.router, self.b
+        allowed: Value | None = None
+        if router.groups is not None and router.groups_kept is not None:
+            score = _group_score(router.group_score)
+            allowed = b.op(
+                "row.group_limit",
+                selection,
+                groups=router.groups,
+                keep=router.groups_kept,
+                score=score if score.arguments else score.name,
+                named="allowed",
+            )
+        if self.mask is not None:
+            allowed = self.mask if allowed is None else create_one("math.and", self.mask, allowed)
+        among = () if allowed is None else (allowed,)
+        values, indices = b.op("row.topk", self.ranked_as.get(ranked, ranked), *among, k=router.top_k)
+        return values, indices
+
     def _score(self, x: Value) -> Value:
-        function = SCORES[self.score] if isinstance(self.score, str) else self.score
+        score = self.router.score
+        function = SCORES[score] if isinstance(score, str) else score
         scores = function(x)
         if not isinstance(scores, Value):
             raise InputError(f"score must return an IR value, found {type(scores).__name__} {scores!r}")
@@ -282,40 +439,117 @@ class Router:
             scores.name = "scores"
         return scores
 
-    def _allowed(self, b: Builder, selection: Value) -> tuple[Value, ...]:
-        if self.groups is None or self.groups_kept is None:
-            return ()
-        score = _group_score(self.group_score)
-        return (
-            b.op(
-                "row.group_limit",
-                selection,
-                groups=self.groups,
-                keep=self.groups_kept,
-                score=score if score.arguments else score.name,
-                named="allowed",
-            ),
+    @functools.cached_property
+    def scores(self) -> Value:
+        """s(x) over all experts."""
+        return self._score(self.logits)
+
+    @functools.cached_property
+    def logsumexp(self) -> Value:
+        return _op(self.b, "row.logsumexp", self.logits)
+
+    def _masked(self, rows: Value) -> Value:
+        """Rows that are 0 for masked tokens."""
+        return rows if self.mask is None else math.select(self.mask, rows, 0.0)
+
+    def _output(self, name: str) -> Value:
+        b = self.b
+        if name == "scores":
+            return self._masked(self.scores)
+        if name == "score_sums":
+            return _op(b, "col.sum", self.normalized)
+        if name == "weights":
+            target = DType.parse(self.router.weights_dtype)
+            if self.weights.type.dtype is target:
+                return self.weights
+            return _op(b, "math.cast", self.weights, dtype=target.value)
+        if name == "indices":
+            target = INDICES[self.router.indices_dtype]
+            return self.indices if target is DType.I32 else _op(b, "math.cast", self.indices, dtype=target.value)
+        if name == "counts":
+            return _op(b, "col.count", self.indices, size=self.experts)
+        if name in ("map", "bitmap"):
+            return _op(b, "row.membership" if name == "map" else "row.bitmap", self.indices, size=self.experts)
+        if name == "logsumexp":
+            return _op(b, "row.squeeze", self._masked(self.logsumexp))
+        probs = _op(b, "row.scatter", self.weights, self.indices, size=self.experts)
+        return probs if self.dtype is DType.F32 else _op(b, "math.cast", probs, dtype=self.dtype.value)
+
+    # ---------------------------------------------------------------------------------------------------- losses
+
+    @functools.cached_property
+    def normalized(self) -> Value:
+        """Scores over all experts, divided by their sum; 0 for masked tokens."""
+        scores = self.scores
+        if not (isinstance(scores, OpResult) and isinstance(scores.op, row.Softmax)):
+            scores = _op(self.b, "row.normalize", scores)
+        return self._masked(scores)
+
+    def _loss(self, loss: Loss) -> Value:
+        if isinstance(loss, LoadBalance):
+            return self._load_balance(loss)
+        if isinstance(loss, Entropy):
+            return _op(self.b, "moe.entropy_loss", self.normalized, self.tokens, coef=float(loss.coef))
+        return _op(self.b, "moe.z_loss", self._masked(self.logsumexp), self.tokens, coef=float(loss.coef))
+
+    def _load_balance(self, loss: LoadBalance) -> Value:
+        b, k = self.b, self.router.top_k
+        scores, indices = self.normalized, self.indices
+        if loss.convention == "transformers":
+            scores = self._masked(create_one("row.softmax", self.logits))
+            among = () if self.mask is None else (self.mask,)
+            _, indices = b.op("row.topk", self.ranked_as.get(self.biased, self.biased), *among, k=k)
+        by: tuple[Value, ...] = ()
+        if loss.segments is not None:
+            assert self.sequences is not None
+            by = (self.sequences,)
+        counts = _op(b, "col.count", indices, *by, size=self.experts, segments=loss.segments)
+        if loss.num_tokens == "given":
+            known = [a for a in b.function.arguments if a.name == "num_tokens"]
+            tokens: Value = known[0] if known else b.input("num_tokens", tensor(DType.F32))
+        else:
+            tokens = self.tokens_by_sequence if by else self.tokens
+        return _op(
+            b,
+            "moe.load_balance_loss",
+            scores,
+            counts,
+            tokens,
+            *by,
+            coef=float(loss.coef),
+            top_k=1 if loss.convention == "transformers" else k,
+            segments=loss.segments,
         )
 
-    def _output(self, b: Builder, name: str, weights: Value, indices: Value, logits: Value, dtype: DType) -> Value:
-        if name == "scores":
-            return self._score(logits)
-        if name == "weights":
-            target = DType.parse(self.weights_dtype)
-            return weights if weights.type.dtype is target else _op(b, "math.cast", weights, dtype=target.value)
-        if name == "indices":
-            return indices
-        if name == "counts":
-            return _op(b, "col.count", indices, size=self.num_experts)
-        if name == "map":
-            return _op(b, "row.membership", indices, size=self.num_experts)
-        probs = _op(b, "row.scatter", weights, indices, size=self.num_experts)
-        return probs if dtype is DType.F32 else _op(b, "math.cast", probs, dtype=dtype.value)
+    @functools.cached_property
+    def tokens(self) -> Value:
+        """How many tokens count."""
+        if self.mask is None:
+            return _op(self.b, "col.rows", self.raw)
+        return _op(self.b, "col.total", _op(self.b, "col.sum", math.select(self.mask, 1.0, 0.0)))
+
+    @functools.cached_property
+    def tokens_by_sequence(self) -> Value:
+        """How many of each sequence count: [N, 1], or a scalar where all are as long."""
+        assert self.sequences is not None
+        if self.mask is None:
+            return _op(self.b, "col.rows", self.raw) / _op(self.b, "col.rows", self.sequences)
+        counting = math.select(self.mask, 1.0, 0.0)
+        return _op(self.b, "col.sum", counting, self.sequences, segments=self.router.segments)
 
 
 def _op(b: Builder, name: str, *operands: Value, **attributes: Any) -> Value:
     value: Value = b.op(name, *operands, **attributes)
     return value
+
+
+def _is_away(indices: Value) -> Value:
+    """Where given picks are not here."""
+    return create_one("math.less", indices, 0.0)
+
+
+def _segments(loss: Loss) -> str:
+    return (loss.segments or "") if isinstance(loss, LoadBalance) else ""
 
 
 def _is_int(value: object) -> bool:

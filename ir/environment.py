@@ -167,6 +167,13 @@ BACKEND = _declare_choice(
     "auto",
     "what runs a compiled layer; auto follows the tensors: cuda on a GPU, reference on the CPU",
 )
+LAUNCHER = _declare_choice(
+    "MOESAIC_LAUNCHER",
+    ("auto", "python", "native"),
+    "auto",
+    "what launches kernels on a GPU: python, or native code that takes less host time; auto builds it in the "
+    "background and falls back on python, native waits for it and fails without",
+)
 ARCH = _declare_text(
     "MOESAIC_ARCH",
     "target to compile for, such as sm_90a; needed where there is no GPU to ask",

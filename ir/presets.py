@@ -13,14 +13,17 @@ Switches that a configuration has and does not set by default are overrides:
   ``norm_topk_prob`` is false.
 - ``selection_bias=False``: ``use_expert_bias`` of lfm2_moe.
 - ``logit_cap=``: ``moe_router_logit_softcapping`` of laguna.
+- ``renormalize=norm.lp(p)``, or ``False``: ``moe_normalize_expert_weights`` of dbrx.
+- ``selection="given", selection_bias=False``: the layers of deepseek_v4 that take experts from a table by token id; the
+  layer is called with ``indices=table[ids]``.
+- ``zero_experts=``: ``zero_expert_num`` of longcat_flash.
 
 Sizes have to be given where a configuration ships none (top_k in deepseek_v2 and deepseek_ocr2; both in dots1, gemma4
 and diffusion_gemma) or a single expert (hunyuan_v1_moe).
 
 Parts that lie outside a router's arguments: what gemma4 and diffusion_gemma do to the hidden states before the product;
 which of ernie4_5_vl_moe's two pools (a router each) a token goes to; that llama4 weights the expert's input, for which
-it needs ``outputs=("probs",)``; that longcat_flash's last 256 experts return their input; and those of deepseek_v4's
-layers that take experts from a table by token id.
+it needs ``outputs=("probs",)``; and that longcat_flash's last 256 experts return their input.
 
 `WITHOUT` has the families that no arguments of `Router` express, and why.
 
@@ -76,6 +79,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "axk1": _deepseek(192, 8, 2.5, **_EIGHT_GROUPS),
     "axk2": _deepseek(128, 8, 2.5),
     "cohere2_moe": _picks_first(8, 2),
+    "dbrx": {**_sizes(4, 1), "renormalize": norm.lp(1)},
     "deepseek_ocr2": _sizes(64, None),
     "deepseek_v2": _sizes(64, None),
     "deepseek_v3": _deepseek(256, 8, 2.5, **_EIGHT_GROUPS),
@@ -107,7 +111,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "laguna": _sigmoid(256, 8),
     "lfm2_moe": _sigmoid(32, 4, eps=1e-6),
     "llama4": _picks_first(16, 1, score="sigmoid"),
-    "longcat_flash": {**_sizes(768, 12), "selection_bias": True, "scale": 6.0},
+    "longcat_flash": {**_sizes(512, 12), "zero_experts": 256, "selection_bias": True, "scale": 6.0},
     "mellum": _divided(64, 8),
     "mimo_v2_flash": _deepseek(256, 8),
     "minimax": _divided(8, 2),
@@ -133,13 +137,16 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 ALL = tuple(PRESETS)
 
 WITHOUT: Mapping[str, str] = {
-    "dbrx": "the weights are divided by their Lp norm, with p from the configuration",
     "doge": "picks are made among sums of two half scores (product keys)",
     "inkling": "the weights are normalised together with those of shared experts, and multiplied by a learned scalar",
     "nllb_moe": "the second expert depends on capacity and, in training, on chance",
     "phimoe": "the weights are two softmaxes, each over what a threshold leaves, and training samples",
     "switch_transformers": "tokens over an expert's capacity are dropped",
     "vitpose_backbone": "the expert is an input",
-    "zaya": "the router is an MLP with a state that layers hand on, and its last class means 'no expert'",
+    "zaya": (
+        "the logits come from an MLP with a state that layers hand on, and picks of the last class, 'no expert', have "
+        "weight 0 and the id of another expert; on the MLP's logits, num_experts=17, top_k=1 and selection_bias=True "
+        "pick the same classes, and leave 'no expert' its id, 16, and its probability"
+    ),
 }
 """Families that no arguments of `Router` express, and why."""

@@ -39,8 +39,8 @@ class DType(enum.Enum):
 
     @property
     def public_name(self) -> str:
-        """The name users write in Python: ``fp16`` and ``fp32`` where the IR says ``f16`` and ``f32``."""
-        return {DType.F16: "fp16", DType.F32: "fp32", DType.F64: "fp64"}.get(self, self.value)
+        """The name users write in Python, such as ``fp32`` and ``bool`` where the IR says ``f32`` and ``i1``."""
+        return {DType.F16: "fp16", DType.F32: "fp32", DType.F64: "fp64", DType.I1: "bool"}.get(self, self.value)
 
     @staticmethod
     def parse(name: object) -> DType:
@@ -192,6 +192,12 @@ class TensorType:
     @property
     def rank(self) -> int:
         return len(self.shape)
+
+    @property
+    def leading(self) -> str:
+        """The symbol of the first dimension: ``T`` for tokens, ``N`` for sequences; empty if that is a number."""
+        first = self.shape[0] if self.shape else 0
+        return first.terms[0][0] if isinstance(first, Affine) else ""
 
     def with_dtype(self, dtype: DType) -> TensorType:
         return TensorType(self.shape, dtype)

@@ -99,7 +99,7 @@ def _broadcast(op: Op, context: PassContext) -> Value | None:
 
 def _normalize(op: Op, context: PassContext) -> Value | None:
     """One weight divided by itself is 1 (0 stays 0, NaN and infinity give NaN): no gradient reaches the router."""
-    assert isinstance(op, row.Normalize)
+    assert isinstance(op, row.Normalize | row.LpNormalize)
     if op.x.type.shape[-1] != 1:
         return None
     _warn(
@@ -107,10 +107,13 @@ def _normalize(op: Op, context: PassContext) -> Value | None:
         f"{op.name} over one pick is the constant 1: with top_k = 1 the router gets no gradient through its weights; "
         "leave the normalisation out, or pick more experts",
     )
-    if op.eps > 0 or op.min > 0:
+    one: Value | float = 1.0
+    if isinstance(op, row.LpNormalize):
+        one = create_one("math.select", create_one("math.less", op.x, 0.0), -1.0, 1.0)
+    elif op.eps > 0 or op.min > 0:
         return None
     finite = create_one("math.equal", op.x - op.x, 0.0)
-    not_a_number = create_one("math.select", finite, 1.0, float("nan"))
+    not_a_number = create_one("math.select", finite, one, float("nan"))
     return create_one("math.select", create_one("math.equal", op.x, 0.0), 0.0, not_a_number)
 
 
@@ -141,5 +144,6 @@ _RULES: dict[type[Op], Rule] = {
     math.Cast: _cast,
     math.Broadcast: _broadcast,
     row.Normalize: _normalize,
+    row.LpNormalize: _normalize,
     row.Softmax: _softmax,
 }

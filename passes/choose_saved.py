@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from moesaic.ir.attributes import format_attributes
-from moesaic.ir.core import Block, BlockArgument, Constant, Function, Module, OpResult, Value
-from moesaic.ir.ops import row
+from moesaic.ir.core import Block, BlockArgument, Constant, Function, Module, OpResult, Value, create_one
+from moesaic.ir.ops import math, row
 from moesaic.ir.ops.kernel import RowProgram
 from moesaic.passes.dce import sweep
 from moesaic.passes.differentiate import SUFFIX
@@ -50,27 +50,35 @@ class ChooseSaved(Pass):
         sweep(consumer.region)
 
         known = {key: value for value, key in _keys(producer.region).items()}
-        names = {key: _name(forward, producer, value) for key, value in known.items()}
+        names = {key: _name(forward, producer, _as_returned(producer, value)) for key, value in known.items()}
         shared: dict[Value, Value] = {}
         name_of: dict[Value, str] = {}
         for value, key in _keys(consumer.region).items():
-            if isinstance(value, OpResult) and key in known and (not self.kept or names[key] in self.kept):
+            if not isinstance(value, OpResult) or value.type.leading != "T":
+                continue  # what is the same for all tokens is computed once a block
+            if key in known and (not self.kept or names[key] in self.kept):
                 shared[value], name_of[value] = known[key], names[key]
         saved = _minimum_cut(consumer.region, shared)
         replaced: dict[Value, Value] = {}
+        handed_over: list[str] = []
         bytes_per_token = 0
         for value in saved:
             name = name_of[value]
-            _expose(forward, shared[value], name)
-            argument = backward.body.add_argument(value.type, name)
-            consumer.operands.append(argument)
-            replaced[value] = consumer.region.add_argument(value.type, name)
-            bytes_per_token += _bytes_per_token(value)
+            handed = _as_returned(producer, shared[value])
+            _expose(forward, handed, name)
+            consumer.operands.append(backward.body.add_argument(handed.type, name))
+            replaced[value] = consumer.region.add_argument(handed.type, name)
+            handed_over.append(f"{name} {handed.type}")
+            bytes_per_token += _bytes_per_token(handed)
+            if handed.type != value.type:
+                with inserting_before(consumer.region, consumer.region.ops[0]):
+                    replaced[value] = create_one("math.cast", replaced[value], dtype=value.type.dtype.value)
+                replaced[value].name = value.name
         consumer.region.replace(replaced)
         sweep(backward.body)
         used = {v for op in backward.body.ops for v in op.operands}
         backward.body.arguments = [a for a in backward.body.arguments if a in used]
-        kept = ", ".join(f"{replaced[v].name} {v.type}" for v in saved) or "nothing"
+        kept = ", ".join(handed_over) or "nothing"
         recomputed = sum(1 for v in shared if isinstance(v, OpResult) and v.op in consumer.region.ops)
         inputs = [a.name for a in backward.arguments if a.name in {f.name for f in forward.arguments}]
         again = f"computes {recomputed} forward values again" if recomputed else "repeats nothing of forward"
@@ -92,6 +100,9 @@ def _values_from_picks(region: Block) -> None:
             after = region.ops[region.ops.index(op) + 1]
             with inserting_before(region, after):
                 values = at_picks(op.x, op.indices, use_values=False)
+                gathered = isinstance(values, OpResult) and isinstance(values.op, row.Gather)
+                if op.may_fall_short and not gathered:  # a gather is 0 by itself where there is no pick
+                    values = math.select(create_one("math.less", op.indices, 0.0), 0.0, values)
             region.replace({op.values: values})
 
 
@@ -110,7 +121,10 @@ def _digest(*parts: str) -> str:
 
 
 def _bytes_per_token(value: Value) -> int:
-    columns = value.type.shape[-1] if value.type.rank == 2 else 0
+    shape = value.type.shape
+    if not shape or isinstance(shape[0], int):
+        return 0
+    columns = shape[1] if len(shape) == 2 else 1
     return (columns if isinstance(columns, int) else 0) * value.type.dtype.bytes
 
 
@@ -170,6 +184,17 @@ def _name(forward: Function, kernel: RowProgram, value: Value) -> str:
     while name in forward.result_names:  # somebody declared a result of this name
         name += "_"
     return name
+
+
+def _as_returned(kernel: RowProgram, value: Value) -> Value:
+    """The value, or what the kernel hands out anyway and holds the same: integers in another type."""
+    assert kernel.region is not None
+    returned = kernel.region.terminator.operands
+    if value not in returned and not value.type.dtype.is_float:
+        for op in kernel.region.users(value):
+            if isinstance(op, math.Cast) and op.y in returned and not op.y.type.dtype.is_float:
+                return op.y
+    return value
 
 
 def _expose(forward: Function, value: Value, name: str) -> None:

@@ -1,8 +1,9 @@
 """``differentiate``: derives the backward function from the ops' gradient rules.
 
-``@f(inputs) -> (results)`` gets a sibling ``@f_backward(inputs, d_<result>...) -> (d_<input>...)`` that recomputes
-what it needs from the inputs. ``choose-saved`` decides later what forward keeps for it instead. An input that no
-gradient reaches (a selection bias, say) has no ``d_`` result: its gradient is structurally zero.
+``@f(inputs) -> (results)`` gets a sibling ``@f_backward(inputs, d_<result>..., sums...) -> (d_<input>...)`` that
+recomputes what it needs from the inputs. ``choose-saved`` decides later what forward keeps for it instead. Only sums
+over tokens are handed over from the start, since a row cannot wait for what all rows make. An input that no gradient
+reaches (a selection bias, say) has no ``d_`` result: its gradient is structurally zero.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from moesaic.ir.core import Block, Constant, Function, Module, Return, Value, create_one
+from moesaic.ir.core import Block, Constant, Function, Module, OpResult, Return, Value, create_one
 from moesaic.ir.errors import InputError, UnsupportedError
-from moesaic.ir.types import Dim
+from moesaic.ir.ops import math
+from moesaic.ir.ops.col import ColumnReduction, Total
+from moesaic.ir.types import Dim, broadcast_shapes
 from moesaic.passes.dce import sweep
 from moesaic.passes.manager import Pass, PassContext
 
@@ -28,8 +31,8 @@ class Differentiate(Pass):
     """
 
     name: ClassVar[str] = "differentiate"
-    requires: ClassVar[str | None] = "declared"
-    establishes: ClassVar[str | None] = "declared"
+    requires: ClassVar[str | None] = "summed"
+    establishes: ClassVar[str | None] = "summed"
 
     cotangents: tuple[str, ...] = ()
 
@@ -42,11 +45,18 @@ class Differentiate(Pass):
             context.remarks.append("differentiate: no gradient reaches an input; there is no backward function")
             return False
         module.functions.append(backward)
+        taken = {a.name for a in backward.arguments}
+        for value, name in _sums(forward).items():
+            if name in taken and name not in forward.result_names:
+                forward.returned.append(value)
+                forward.result_names.append(name)
         return True
 
 
 def derive(forward: Function, cotangents: tuple[str, ...] = ()) -> Function | None:
     """The backward function, or ``None`` if no gradient reaches any input.
+
+    It takes the sums over tokens that it needs by the names of the results of `forward`, or by ``saved_<name>``.
 
     Raises:
         InputError: a name in `cotangents` is not a float result.
@@ -102,8 +112,42 @@ def derive(forward: Function, cotangents: tuple[str, ...] = ()) -> Function | No
     if not returned:
         return None
     block.append(Return(returned))
+    _skip_repetitions(block)
+    sweep(block)
+    for value, name in _sums(forward).items():
+        copy = copies[value]
+        if isinstance(copy, OpResult) and copy.op in block.ops:
+            block.replace({copy: block.add_argument(copy.type, name)})
     sweep(block)
     return Function(forward.name + SUFFIX, block, names)
+
+
+def _skip_repetitions(block: Block) -> None:
+    """Lets column values be repeated where they are used: a broadcast would need a sum for its shape alone."""
+    for op in block.ops:
+        if not isinstance(op, math.Elementwise) or isinstance(op, math.Broadcast) or op.results[0].type.leading == "T":
+            continue
+        for number, value in enumerate(op.operands):
+            if isinstance(value, OpResult) and isinstance(value.op, math.Broadcast):
+                others = [v.type.shape for i, v in enumerate(op.operands) if i != number]
+                if broadcast_shapes(value.op.x.type.shape, *others) == op.results[0].type.shape:
+                    op.operands[number] = value.op.x
+
+
+def _sums(forward: Function) -> dict[Value, str]:
+    """The sums over tokens of a function, and what each is called when it is handed out."""
+    named: dict[Value, str] = {}
+    for op in forward.body.ops:
+        if isinstance(op, ColumnReduction | Total):
+            value = op.result
+            if value in forward.returned:
+                named[value] = forward.result_names[forward.returned.index(value)]
+                continue
+            name = f"saved_{value.name or 'sums'}"
+            while name in forward.result_names or name in named.values():
+                name += "_"
+            named[value] = name
+    return named
 
 
 def _accumulate(flowing: dict[Value, Value], value: Value, gradient: Value) -> None:
@@ -120,7 +164,11 @@ def _reduced(gradient: Value, shape: tuple[Dim, ...], op: str) -> Value:
         return create_one("row.sum", gradient)
     if len(found) == 2 and found[1:] == shape:
         return create_one("col.sum", gradient)
+    if shape == () and gradient.type.leading != "T":
+        return create_one("col.total", gradient)
+    if shape == () and len(found) == 2:
+        return create_one("col.total", create_one("col.sum", create_one("row.sum", gradient)))
     raise UnsupportedError(
         f"differentiate: {op} repeats an operand of shape {list(map(str, shape))} to {list(map(str, found))}; "
-        "gradients are summed over experts ([T, 1]) and over tokens ([E]) only"
+        "gradients are summed over experts ([T, 1]), over tokens ([E]), or over both"
     )

@@ -1,22 +1,24 @@
 """``fuse-score-topk``: everything between the logits and what leaves a token's row becomes one row program.
 
-Sums over tokens stay inside as by-products of the same pass over the rows: the kernel leaves one partial row a block,
-and a ``kernel.col_finish`` adds these up.
+Sums over tokens stay inside as by-products of the same pass over the rows: the kernel leaves one partial row a block.
+Adding these up, and everything computed from the sums (a loss, say), is a second kernel, a ``kernel.col_finish``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from moesaic.ir.core import Block, Constant, Function, Module, Op, Value, Yield
-from moesaic.ir.ops.kernel import ColFinish, RowProgram, is_column_value
+from moesaic.ir.core import Block, BlockArgument, Constant, Function, Module, Op, OpResult, Value, Yield
+from moesaic.ir.ops import col, row
+from moesaic.ir.ops.kernel import ColFinish, RowProgram, Ticket, is_column_value
 from moesaic.passes.manager import Pass, PassContext
 
 
 @dataclass(frozen=True)
 class FuseScoreTopk(Pass):
-    """Outlines the body of each function into one ``kernel.row_program``."""
+    """Outlines the body of each function into a ``kernel.row_program`` and, where needed, a ``kernel.col_finish``."""
 
     name: ClassVar[str] = "fuse-score-topk"
     requires: ClassVar[str | None] = "expanded"
@@ -29,48 +31,119 @@ class FuseScoreTopk(Pass):
         return changed
 
 
+_TAKES_PICKS = (row.Gather, row.Scatter, row.Membership, row.Bitmap, col.Count)
+
+
+def _are_picks(indices: Value) -> bool:
+    """Whether indices are known to lie in [0, E), or to be -1."""
+    return isinstance(indices, OpResult) and isinstance(indices.op, row.TopK | row.Given)
+
+
+def _shown(value: Value) -> str:
+    return f"%{value.name}" if value.name else str(value.type)
+
+
 def _outline(function: Function, blocks_symbol: str) -> bool:
     body = function.body
     ops = body.ops[:-1]
     if not ops:
         return False
+    terminator = body.terminator
+    after = _after_sums(ops)
+    # What leaves: an input or a constant that is returned passes through.
+    returned = [v for v in dict.fromkeys(terminator.operands) if isinstance(v, OpResult)]
+    late = [v for v in returned if v in after or (v.type.leading != "T" and not is_column_value(v))]
+    finish_ops = _needed(ops, late, stop=is_column_value)
+    sums = [
+        r for op in ops for r in op.results if is_column_value(r) and (r in returned or _used_by(r, finish_ops, late))
+    ]
+    row_results = [*(v for v in returned if v not in late and v not in sums), *sums]
+    row_ops = _needed(ops, row_results)
     for op in ops:
-        hidden = [v for v in op.operands if is_column_value(v)]
-        if hidden:
+        op.parent = None
+    body.ops = []
+
+    final: dict[Value, Value] = {}
+    tickets: list[Value] = []
+    if row_ops:
+        region, outer, inside = _region(row_ops)
+        leaving = [inside[v] for v in row_results]
+        names = [f"{v.name}_partial" if v in sums and v.name else v.name for v in row_results]
+        if finish_ops and sums:
+            leaving.append(region.append(Ticket([])).result)
+            names.append("ticket")
+        region.append(Yield(leaving))
+        kernel = body.append(RowProgram(outer, {"blocks": blocks_symbol}, region=region, result_names=names))
+        final.update(zip(row_results, kernel.results, strict=False))
+        tickets = list(kernel.results[len(row_results) :])
+    if sums or late:
+        region, outer, inside = _region(finish_ops, [*sums, *tickets])
+        outer = [final.get(v, v) for v in outer]
+        # Sums that only go on to be computed with leave, too: the block that does it finds them in memory.
+        leaving_late = list(dict.fromkeys([*(v for v in returned if v in sums or v in late), *sums]))
+        region.append(Yield([inside[v] for v in leaving_late]))
+        finish = body.append(
+            ColFinish(outer, {"partials": len(sums)}, region=region, result_names=[v.name for v in leaving_late])
+        )
+        final.update(zip(leaving_late, finish.results, strict=True))
+    terminator.operands = [v if isinstance(v, Constant) else final.get(v, v) for v in terminator.operands]
+    body.append(terminator)
+    return True
+
+
+def _after_sums(ops: list[Op]) -> set[Value]:
+    """Values computed from sums over tokens. Raises a diagnostic where such a value goes back into rows."""
+    after: set[Value] = set()
+    for op in ops:
+        if isinstance(op, _TAKES_PICKS) and not _are_picks(op.indices):
+            op.fail(
+                f"takes its picks from {_shown(op.indices)}, which may hold any numbers",
+                "picks made elsewhere come in through row.given, with the number of experts as its size",
+            )
+        if not any(v in after or is_column_value(v) for v in op.operands):
+            continue
+        if any(r.type.leading == "T" or is_column_value(r) for r in op.results):
             op.fail(
                 "uses a sum over tokens within the same pass over the rows",
                 "a value of col.count or col.sum is complete only after the kernel; return it and use it outside",
             )
+        after.update(op.results)
+    return after
 
+
+def _needed(ops: list[Op], values: Sequence[Value], stop: Callable[[Value], bool] = lambda v: False) -> list[Op]:
+    """The ops that `values` are computed by, in order; not beyond values that `stop` holds for."""
+    wanted = set(values)
+    kept: list[Op] = []
+    for op in reversed(ops):
+        if any(r in wanted and not stop(r) for r in op.results):
+            kept.append(op)
+            wanted.update(op.operands)
+    return kept[::-1]
+
+
+def _used_by(value: Value, ops: Sequence[Op], late: Sequence[Value]) -> bool:
+    return value in late or any(value in op.operands for op in ops)
+
+
+def _region(ops: list[Op], first: Sequence[Value] = ()) -> tuple[Block, list[Value], dict[Value, Value]]:
+    """A block of copies of the ops, what it takes from outside, and where each value is inside.
+
+    `first` are values that become arguments in any case, and before the others.
+    """
     region = Block()
     inside: dict[Value, Value] = {}
     outer: list[Value] = []
-    for argument in body.arguments:
-        if body.users(argument):
-            inside[argument] = region.add_argument(argument.type, argument.name)
-            outer.append(argument)
+
+    def take(value: Value) -> None:
+        inside[value] = region.add_argument(value.type, value.name)
+        outer.append(value)
+
+    for value in first:
+        take(value)
+    used = {v for op in ops for v in op.operands if isinstance(v, BlockArgument)}
+    for argument in sorted(used, key=lambda v: v.owner.arguments.index(v)):
+        take(argument)
     for op in ops:
         region.append(op.clone(inside))
-        op.parent = None
-
-    # Values that leave, each once; an input or a constant that is returned passes through.
-    terminator = body.terminator
-    leaving: list[Value] = []
-    for value in terminator.operands:
-        if value in inside and value not in leaving and value not in body.arguments:
-            leaving.append(value)
-    region.append(Yield([inside[v] for v in leaving]))
-
-    kernel: Op = RowProgram(outer, {"blocks": blocks_symbol}, region=region, result_names=[v.name for v in leaving])
-    body.ops = [kernel]
-    kernel.parent = body
-    final: dict[Value, Value] = {}
-    for value, result in zip(leaving, kernel.results, strict=True):
-        final[value] = result
-        if is_column_value(value):
-            finish = body.append(ColFinish([result], result_names=[value.name]))
-            result.name = f"{value.name}_partial" if value.name else ""
-            final[value] = finish.results[0]
-    terminator.operands = [v if isinstance(v, Constant) else final.get(v, v) for v in terminator.operands]
-    body.append(terminator)
-    return True
+    return region, outer, inside

@@ -60,6 +60,7 @@ REGISTRY: dict[str, str] = {
     "canonicalize": "moesaic.passes.canonicalize:Canonicalize",
     "cse": "moesaic.passes.cse:CommonSubexpressions",
     "dce": "moesaic.passes.dce:DeadCode",
+    "lower-aux-loss": "moesaic.passes.lower_aux_loss:LowerAuxLoss",
     "differentiate": "moesaic.passes.differentiate:Differentiate",
     "expand-rows": "moesaic.passes.expand_rows:ExpandRows",
     "sink-gathers": "moesaic.passes.sink_gathers:SinkGathers",
@@ -69,12 +70,14 @@ REGISTRY: dict[str, str] = {
     "specialize": "moesaic.passes.specialize:Specialize",
 }
 
-FORWARD = "canonicalize,cse,dce,expand-rows,sink-gathers,cse,dce,fuse-score-topk,plan-workspace,specialize"
+FORWARD = (
+    "canonicalize,lower-aux-loss,cse,dce,expand-rows,sink-gathers,cse,dce,fuse-score-topk,plan-workspace,specialize"
+)
 """The pipeline of a layer that is only run forward."""
 
 DEFAULT = (
-    "canonicalize,cse,dce,differentiate,expand-rows,sink-gathers,cse,dce,fuse-score-topk,choose-saved,dce,"
-    "plan-workspace,specialize"
+    "canonicalize,lower-aux-loss,cse,dce,differentiate,expand-rows,sink-gathers,cse,dce,fuse-score-topk,choose-saved,"
+    "dce,plan-workspace,specialize"
 )
 """The pipeline of a layer with its backward function."""
 

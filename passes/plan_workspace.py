@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from moesaic.ir.core import Block, Constant, Function, Module, Op, Value, Yield
-from moesaic.ir.ops.kernel import RowProgram
+from moesaic.ir.core import Block, Constant, Function, Module, Op, Value
+from moesaic.ir.ops.kernel import ColFinish, RowProgram
 from moesaic.ir.ops.launch import Alloc, Kernel
 from moesaic.ir.types import TensorType
 from moesaic.passes.manager import Pass, PassContext
@@ -64,24 +64,16 @@ def _plan(function: Function) -> bool:
 
 def _launch(function: str, op: Op, read: list[Value], written: list[Value]) -> Kernel:
     template = op.name.removeprefix("kernel.")
-    region = op.region
-    if region is None:
-        region = Block()
-        inner: dict[Value, Value] = {
-            v: region.add_argument(v.type, v.name or f"x{i}") for i, v in enumerate(op.operands)
-        }
-        copy = region.append(op.clone(inner))
-        region.append(Yield(list(copy.results)))
-    subject = f"_{written[0].name}" if template == "col_finish" and written[0].name else ""
     return Kernel(
         [*read, *written],
         {
-            "symbol": f"{function}{subject}_{'rows' if template == 'row_program' else 'finish'}",
+            "symbol": f"{function}_{'rows' if template == 'row_program' else 'finish'}",
             "template": template,
             "reads": len(read),
             **({"blocks": op.blocks} if isinstance(op, RowProgram) else {}),
+            **({"partials": op.partials} if isinstance(op, ColFinish) else {}),
         },
-        region=region,
+        region=op.region,
         location=op.location,
     )
 

@@ -4,10 +4,14 @@ Elementwise arithmetic commutes with gather and scatter, so both move to where t
 
 - ``gather(f(x, m), i)`` becomes ``f(gather(x, i), m)``: K evaluations, and the gather reads memory instead of crossing
   lanes. ``gather(x, i)`` of what a top-k ranked is the top-k's values.
-- ``scatter(f(gather(x, i), m), i)`` becomes ``select(membership(i), f(x, m), 0)``: dense outputs need no exchange at
-  all, since each lane holds its x and knows which of its experts were picked.
+- ``scatter(f(gather(x, i), m), i)`` becomes ``select(membership(i), f(x, m), 0)``, which needs no exchange, since each
+  lane holds its x and knows which of its experts were picked. But a row that is only written, and mostly zeros, stays
+  scattered: arithmetic for experts nobody picked costs more than moving the few picks.
 
 Both sides evaluate the same float32 expression on the same numbers, so no result changes.
+
+Picks may be -1, where a gather is 0 and the expression may be something else, which a select puts right. Picks that are
+given may repeat, so that what is scattered adds up, which is no expression over the rows: such a scatter stays.
 """
 
 from __future__ import annotations
@@ -19,21 +23,28 @@ from moesaic.ir.core import Block, BlockArgument, Constant, Module, Op, OpResult
 from moesaic.ir.ops import math, row
 from moesaic.passes.manager import Pass, PassContext
 from moesaic.passes.rewriting import in_every_block, inserting_before, replace_op
+from moesaic.passes.row_layout import SPARSE, only_written
 
 
 @dataclass(frozen=True)
 class SinkGathers(Pass):
-    """Rewrites gathers, then scatters, in every block."""
+    """Rewrites gathers, then scatters, in every block.
+
+    Options:
+        sparse: experts a pick from which a row that is only written stays scattered (0: none does).
+    """
 
     name: ClassVar[str] = "sink-gathers"
     requires: ClassVar[str | None] = "expanded"
     establishes: ClassVar[str | None] = "expanded"
 
+    sparse: int = SPARSE
+
     def run(self, module: Module, context: PassContext) -> bool:
-        return in_every_block(module, sink_block)
+        return in_every_block(module, lambda block: sink_block(block, self.sparse))
 
 
-def sink_block(block: Block) -> bool:
+def sink_block(block: Block, sparse: int = SPARSE) -> bool:
     """Rewrites one block; says whether anything changed."""
     changed = False
     for op in list(block.ops):
@@ -44,12 +55,17 @@ def sink_block(block: Block) -> bool:
                 value = at_picks(op.x, op.indices)
                 if value.type.shape != op.y.type.shape:  # the same number for every pick of a token
                     value = create_one("math.broadcast", value, op.indices)
-            if isinstance(value, OpResult) and isinstance(value.op, row.Gather) and value.op.x is op.x:
-                block.ops.remove(value.op)  # nothing to sink: the same gather again
-                continue
+                if isinstance(value, OpResult) and isinstance(value.op, row.Gather) and value.op.x is op.x:
+                    block.ops.remove(value.op)  # nothing to sink: the same gather again
+                    continue
+                if row.may_be_away(op.indices):
+                    value = math.select(create_one("math.less", op.indices, 0.0), 0.0, value)
             replace_op(block, op, [value])
             changed = True
-        elif isinstance(op, row.Scatter):
+        elif isinstance(op, row.Scatter) and not row.are_given(op.indices):
+            picks = op.indices.type.shape[-1]
+            if sparse and isinstance(picks, int) and op.size >= sparse * picks and only_written(block, op.y):
+                continue
             with inserting_before(block, op):
                 start = len(block.ops)
                 dense = _Spread(op).value(op.x)
@@ -78,7 +94,7 @@ def at_picks(x: Value, indices: Value, *, use_values: bool = True) -> Value:
         return x
     if isinstance(x, OpResult):
         op = x.op
-        if isinstance(op, row.Scatter) and op.indices is indices:
+        if isinstance(op, row.Scatter) and op.indices is indices and not row.are_given(indices):
             return op.x
         if isinstance(op, math.Broadcast):
             return create_one("math.broadcast", moved(op.x), indices)

@@ -7,16 +7,18 @@ selecting gives the same picks. What it decides is how the work is spread.
 from __future__ import annotations
 
 import math as python_math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 from moesaic.ir.core import Block, BlockArgument, Module, Value
 from moesaic.ir.errors import UnsupportedError, UsageError, suggestion
 from moesaic.ir.ops import col, row
+from moesaic.ir.ops.kernel import segments_of
 from moesaic.ir.ops.launch import Kernel
 from moesaic.ir.types import DType
 from moesaic.passes.manager import Pass, PassContext
-from moesaic.passes.row_layout import Layout, experts_columns, infer_layouts
+from moesaic.passes.row_layout import Layout, experts_columns, infer_layouts, sparse_results
 
 MAX_EXPERTS = 16384
 """Longest row that fits the registers of one block."""
@@ -33,8 +35,11 @@ _BLOCK_SLOTS = {"few": 16, "many": 24}  # live ones; registers for 24 leave room
 _BLOCK_LANES = (64, 512)  # twice as many leave 64 registers a thread, too few for 16 slots
 _USUAL_LANES = 128  # of a block
 _LONG_ROW = 512  # columns: longer ones have few lanes to spare
-_MERGED_PICKS = 8  # of a long row; more are picked by radix
+_LISTED_PICKS = 8  # so few are always merged from lists or found by rounds
+_MERGED_PICKS = 16  # so few are, unless ranks are wide and the row is long
 _SORTED_EXPERTS = 128  # rows so short are sorted for many picks
+_SCANNED_EXPERTS = 256  # rows so short are scanned for more than are merged
+_SCANNED_EXPERTS_OF_WIDE_RANKS = 128
 _MAXIMA_A_PICK = 2  # then 1.4 elements a pick, or fewer, reach the bound
 _BOUNDED_PICKS = 256  # more are found from all of the keys
 _SCANNED_PICKS = 32  # at most, by rounds
@@ -66,6 +71,7 @@ class Specialize(Pass):
         lanes, threads: override the rule for row programs (0: the rule decides). More than 32 lanes are a whole block.
         select: override how a top-k selects: merge (up to 32 lanes), rounds, sort or radix (32 lanes or more); empty:
             the rule decides.
+        listed: override how many of its values a lane lists for merging, a power of two (0: the rule decides).
         prefetch: override whether a row is fetched while the one before is worked on: on or off (empty: the rule).
         resident: override how many blocks a multiprocessor should hold at least, which bounds registers (0: rule).
         tokens: few or many: few tokens fill a GPU only if many lanes share one.
@@ -81,6 +87,7 @@ class Specialize(Pass):
     lanes: int = 0
     threads: int = 0
     select: str = ""
+    listed: int = 0
     prefetch: str = ""
     resident: int = 0
     tokens: str = "many"
@@ -94,6 +101,8 @@ class Specialize(Pass):
                 raise UsageError(
                     f"specialize: {option} must be one of {shown}, found {value!r}{suggestion(value, known)}"
                 )
+        if self.listed & (self.listed - 1) or self.listed < 0:
+            raise UsageError(f"specialize: listed must be a power of two, found {self.listed}")
         if self.threads % 32 or not 0 <= self.threads <= 1024:
             raise UsageError(f"specialize: threads must be a multiple of 32, at most 1024, found {self.threads}")
         for function in module.functions:
@@ -142,7 +151,14 @@ class Specialize(Pass):
         select = {}
         if selections:  # one way for all: what suits the most picks
             most = max(selections, key=lambda o: o.k)
-            select["select"] = self.select or _selection(most, experts, -(-chunks // lanes) * vec, lanes)
+            if 0 < self.listed * lanes < most.k:
+                raise UnsupportedError(
+                    f"specialize: lists of {self.listed} in {lanes} lanes cannot hold {most.k} picks; list more"
+                )
+            way, listed = _selection(most, experts, -(-chunks // lanes) * vec, lanes, self.listed)
+            select["select"] = self.select or way
+            if select["select"] == "merge":
+                select["listed"] = str(listed)
             if (block and select["select"] == "merge") or (lanes < _WARP and select["select"] == "radix"):
                 raise UsageError(
                     f"specialize: select={select['select']} does not work over {lanes} lanes: merge is for up to "
@@ -152,15 +168,16 @@ class Specialize(Pass):
         if limits:
             in_lanes = all(_groups_in_lanes(o, experts, vec, lanes) for o in limits)
             select["groups"] = "block" if block else "lanes" if in_lanes else "shared"
-        columns = [o for o in op.region.ops if isinstance(o, col.Count | col.Sum)]
+        columns = [o for o in op.region.ops if isinstance(o, col.ColumnReduction)]
         threads = self.threads or (64 if self.tokens == "few" else 256 if columns and not grouped else 128)
         per_token = _shared_bytes_per_token(op.region, experts, vec, lanes, select)
         if block:  # a lane is the only one with its columns: what is summed over tokens needs no shared memory
             threads = lanes
-            select["tables"] = "dynamic" if per_token + exchanged_bytes(lanes) > _SHARED_LIMIT else "static"
+            exchanged = exchanged_bytes(op.region, lanes)
+            select["tables"] = "dynamic" if per_token + exchanged > _SHARED_LIMIT else "static"
         else:
             fixed = sum(4 * experts for o in columns if isinstance(o, col.Count))
-            per_warp = 4 * experts if any(isinstance(o, col.Sum) for o in columns) else 0
+            per_warp = sum(4 * _columns(o.x) for o in columns if isinstance(o, col.Sum))
             while threads > 32 and fixed + per_warp * threads // 32 + per_token * threads // lanes > _SHARED_LIMIT:
                 threads //= 2
         alignment = [aligned.get(v, 16) for v in op.operands[: op.reads]]
@@ -168,6 +185,7 @@ class Specialize(Pass):
         dense = any(layouts[v].kind == "experts" for v in op.region.terminator.operands if v in layouts)
         rows = [a for a in op.region.arguments if layouts[a].kind == "experts"]
         wanted = dense and len(rows) == 1 and experts in _PREFETCH_EXPERTS and not wide and self.tokens == "many"
+        wanted = wanted and not segments_of(op.region)  # the next token of a sequence may lie far away
         resident = _RESIDENT_WITH_GROUPS if grouped and threads == 128 and experts <= 256 else 1
         one_row = [layouts[a].kind for a in op.region.arguments] == ["experts"]
         spare = -(-experts // (vec * lanes)) * vec <= _BOUNDED_SLOTS and picks <= _BOUNDED_PICKS and not limits
@@ -178,7 +196,7 @@ class Specialize(Pass):
             "lanes": str(lanes),
             "vec": str(vec),
             "threads": str(threads),
-            "grid": "persistent" if columns or prefetch == "on" else "cover",
+            "grid": "persistent" if columns or segments_of(op.region) or prefetch == "on" else "cover",
             "prefetch": prefetch,
             "resident": str(self.resident or resident),
             **select,
@@ -211,6 +229,12 @@ def _vector(experts: int, region: Block, layouts: dict[Value, Layout]) -> int:
     )
 
 
+def _columns(rows: Value) -> int:
+    columns = rows.type.shape[-1]
+    assert isinstance(columns, int)
+    return columns
+
+
 def _power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
@@ -222,8 +246,14 @@ def padded_columns(experts: int, vec: int, lanes: int) -> int:
 
 def _by_radix(op: row.TopK, experts: int) -> bool:
     """Whether a warp had better pick by radix than in any other way."""
-    longest, fewest = (_SORTED_EXPERTS, _SCANNED_PICKS) if op.k > _SCANNED_PICKS else (_LONG_ROW, _MERGED_PICKS)
-    return experts > longest and op.k > fewest and 2 * op.k <= experts
+    packed = _packed(op)
+    if op.k > _SCANNED_PICKS:
+        longest = _SORTED_EXPERTS
+    elif op.k > _MERGED_PICKS:
+        longest = _SCANNED_EXPERTS if packed else _SCANNED_EXPERTS_OF_WIDE_RANKS
+    else:  # lists of 16-bit keys take fewer instructions
+        longest = MAX_EXPERTS if packed or op.k <= _LISTED_PICKS else _LONG_ROW
+    return experts > longest and 2 * op.k <= experts
 
 
 @dataclass(frozen=True)
@@ -249,38 +279,76 @@ class RadixShape:
 
     @classmethod
     def of(cls, op: row.TopK, experts: int, vec: int, lanes: int) -> RadixShape:
-        chunks = -(-experts // vec)
         slots = padded_columns(experts, vec, lanes) // lanes
-        parts = slots
-        if op.k <= _BOUNDED_PICKS:
-            for maxima, of_lane in ((lanes, 1), (chunks, slots // vec)):
-                if min(maxima, chunks) >= _MAXIMA_A_PICK * op.k:
-                    parts = of_lane
-                    break
+        parts = 1 if op.k <= _BOUNDED_PICKS else slots
+        while parts < slots:
+            firsts = range(0, slots, slots // parts)  # slots that parts begin with, in all lanes or some
+            live = [-(-(experts - i % vec - i // vec * vec * lanes) // vec) for i in firsts]
+            if sum(min(max(0, n), lanes) for n in live) >= _MAXIMA_A_PICK * op.k:
+                break
+            parts *= 2
         bounded = parts < slots
         places = max(_LISTED, _power_of_two(2 * op.k if bounded else op.k))
         return cls(parts, places, places <= _COUNTED, bounded)
 
 
-def _selection(op: row.TopK, experts: int, slots: int, lanes: int) -> str:
-    """The cheapest way to select by an estimate of instructions a lane; most picks of all sort the row."""
+def _selection(op: row.TopK, experts: int, slots: int, lanes: int, listed: int) -> tuple[str, int]:
+    """The cheapest way to select by an estimate of instructions a lane, and how many of its values a lane lists for
+    merging: `listed`, unless that is 0. Most picks of all sort the row in shared memory."""
     picks = op.k
+    full = _power_of_two(picks)
     if lanes > _WARP:
-        return "rounds" if picks <= 2 else "radix" if 2 * picks <= experts else "sort"
-    if lanes == _WARP and _by_radix(op, experts):
-        return "radix"
-    if picks > _SCANNED_PICKS:
-        return "sort"
-    listed = _power_of_two(picks)
-    depth = listed.bit_length() - 1
-    steps = lanes.bit_length() - 1
+        return ("rounds" if picks <= 2 else "radix" if 2 * picks <= experts else "sort"), full
     packed = _packed(op)
-    runs = -(-slots // listed)
-    sort = runs * listed * depth * (depth + 1) // 2
-    keep = listed * (1 + depth)
-    merge = sort + (runs - 1 + steps) * keep + steps * listed * 2 + (0 if packed else 4 * slots + 60)
+    steps = lanes.bit_length() - 1
+    lengths = [n for n in (1, 2, 4, 8, 16, 32) if n <= full <= n * lanes and picks <= _SCANNED_PICKS]
+    costs = {n: merging_instructions(n, picks, slots, lanes) for n in lengths}
+    best = listed or min(costs, key=lambda n: (costs[n], n), default=full)
+    if lanes == _WARP and _by_radix(op, experts):
+        return "radix", best
+    if picks > _SCANNED_PICKS:
+        return "sort", best
+    merge = costs.get(best, 0.0) + (0 if packed else 4 * slots + 60)
     rounds = picks * ((4 if packed else 7) * slots + (4 if packed else 10) * steps)
-    return "merge" if listed <= 16 and merge <= rounds else "rounds"
+    return ("merge" if full <= 16 and merge <= rounds else "rounds"), best
+
+
+def merging_instructions(listed: int, picks: int, slots: int, lanes: int) -> float:
+    """Instructions of a lane that lists its best values and merges lists with the other lanes, shuffles included.
+
+    A list shorter than the picks may miss some; then the warp selects again from full lists. How often, for picks that
+    fall on lanes as they like, is bounded by the sum over the lanes of its tokens.
+    """
+    full = _power_of_two(picks)
+    runs = -(-slots // listed)
+    depth = listed.bit_length() - 1
+    exchanges = (depth * depth - depth + 4) * listed // 4 - 1 if depth else 0  # Batcher's odd-even merge sort
+    cost = 2.0 * runs * exchanges + (runs - 1) * listed * (1 + depth)
+    for own, strides, doubled in _merges(listed, picks, lanes):
+        cost += own * (2 + (1 if doubled else 0) + 3 * strides + own.bit_length() - 1)
+    if listed >= picks:
+        return cost
+    share = 1 / lanes
+    missed = sum(
+        python_math.comb(picks, n) * share**n * (1 - share) ** (picks - n) for n in range(listed + 1, picks + 1)
+    )
+    return cost + min(1.0, 32 * missed) * merging_instructions(full, picks, slots, lanes)
+
+
+def merging_shuffles(listed: int, picks: int, lanes: int) -> int:
+    """Shuffles among those, where no list is too short."""
+    return sum(own * (1 + strides) for own, strides, _ in _merges(listed, picks, lanes)) + 2
+
+
+def _merges(listed: int, picks: int, lanes: int) -> Iterator[tuple[int, int, bool]]:
+    """Each step that merges the lists of two groups of lanes: values a lane holds after it, strides over lanes, and
+    whether the lists double; ``Ranks`` in ``select.cuh`` says how."""
+    full, own, group = _power_of_two(picks), listed, 1
+    while group < lanes:
+        doubled = own * group < full
+        own = own if doubled else max(1, own // 2)
+        group *= 2
+        yield own, min(group, full // own).bit_length() - 1 - (1 if doubled else 0), doubled
 
 
 def _packed(op: row.TopK) -> bool:
@@ -296,9 +364,15 @@ def _groups_in_lanes(op: row.GroupLimit, experts: int, vec: int, lanes: int) -> 
     return whole and experts % (vec * lanes) == 0 and op.best in (1, 2, 4) and op.best <= size and op.groups <= 32
 
 
-def exchanged_bytes(lanes: int) -> int:
-    """Shared memory in which the lanes of a block exchange sums, maxima and membership, at most."""
-    return 8 * lanes + 1024
+def exchanged_bytes(region: Block, lanes: int) -> int:
+    """Shared memory in which the lanes of a block exchange sums, maxima and picks, at most."""
+    words = 1
+    for op in region.ops:
+        if isinstance(op, row.Membership | row.Bitmap):
+            words += 1
+        elif isinstance(op, row.Scatter) and row.are_given(op.indices):
+            words += 2
+    return 4 * words * lanes + 1024
 
 
 def _shared_bytes_per_token(region: Block, experts: int, vec: int, lanes: int, choices: dict[str, str]) -> int:
@@ -314,11 +388,14 @@ def _shared_bytes_per_token(region: Block, experts: int, vec: int, lanes: int, c
                 staged = True
             elif choices["select"] == "radix":
                 shape = RadixShape.of(op, experts, vec, lanes)
-                total += 8 * shape.length + 4 * DIGIT_WORDS + (4 * experts if shape.bounded else 0)
+                total += 8 * shape.length + 4 * DIGIT_WORDS
+                staged |= shape.bounded
         elif isinstance(op, row.GroupLimit) and choices["groups"] != "lanes":
             total += 4 * op.groups
             staged = True
-    if any(isinstance(o, row.Scatter) for o in region.ops):
+    sparse = sparse_results(region)
+    total += sum(value.type.dtype.bytes * experts for value in sparse)
+    if any(isinstance(o, row.Scatter) and o not in sparse.values() for o in region.ops):
         total += 4 * experts
     if any(isinstance(o, row.Gather) and not isinstance(o.x, BlockArgument) for o in region.ops):
         total += 4 * experts

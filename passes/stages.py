@@ -11,7 +11,9 @@ from moesaic.ir.diagnostics import Diagnostic, DiagnosticError
 STAGES: dict[str, tuple[str, ...]] = {
     # What a person writes, and its derivative.
     "declared": ("math.", "row.", "col.", "moe."),
-    # Losses are column reductions, composite row ops are spelled out.
+    # Losses are column reductions.
+    "summed": ("math.", "row.", "col."),
+    # Composite row ops are spelled out.
     "expanded": ("math.", "row.", "col."),
     # One op a launch; regions hold the rest.
     "fused": ("kernel.",),
@@ -19,10 +21,10 @@ STAGES: dict[str, tuple[str, ...]] = {
     "planned": ("launch.",),
 }
 
-# A region inside a kernel holds what the "expanded" stage allows, or, once planned, the kernel it launches.
+# A region inside a kernel holds what the "expanded" stage allows.
 _REGION: dict[str, tuple[str, ...]] = {
-    "fused": ("math.", "row.", "col."),
-    "planned": ("math.", "row.", "col.", "kernel.col_finish"),
+    "fused": ("math.", "row.", "col.", "kernel.ticket"),
+    "planned": ("math.", "row.", "col.", "kernel.ticket"),
 }
 
 

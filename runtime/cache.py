@@ -1,9 +1,10 @@
-"""The cache on disk, of kernels compiled by NVRTC and of the emulator's libraries.
+"""The cache on disk, of kernels compiled by NVRTC and of libraries compiled by the host's compiler.
 
 ::
 
     <root>/kernels/<key>/    <symbol>.cu  <symbol>.cubin  <symbol>.ptx  entry.json
     <root>/emulator/<key>/   <symbol>.cu  library.so  entry.json
+    <root>/launcher/<key>/   library.so  entry.json
     <root>/locks/<key>.lock  held while an entry is made
     <root>/tmp/              entries being written, and those being removed
 
@@ -128,7 +129,14 @@ class LibraryKey(Key):
     """Digest of the key of the runtime that a kernel is linked with."""
 
 
-KINDS = (KernelKey.kind, LibraryKey.kind)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LauncherKey(LibraryKey):
+    """The native launcher; its `headers` name the releases of torch and Python that it is built against."""
+
+    kind: ClassVar[str] = "launcher"
+
+
+KINDS = (KernelKey.kind, LibraryKey.kind, LauncherKey.kind)
 
 
 @dataclass(frozen=True, slots=True)

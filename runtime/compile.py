@@ -8,7 +8,7 @@ import pickle
 from collections import namedtuple
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
@@ -16,10 +16,11 @@ from torch.autograd import forward_ad
 from moesaic.codegen.kernel import GeneratedKernel
 from moesaic.codegen.target import Target
 from moesaic.ir import environment
-from moesaic.ir.core import Module
+from moesaic.ir.core import Function, Module
 from moesaic.ir.declare import Router
 from moesaic.ir.errors import InputError, InputTypeError, UnsupportedError, suggestion
-from moesaic.ir.types import Affine, DType, TensorType
+from moesaic.ir.types import Affine, Dim, DType, TensorType, symbol
+from moesaic.runtime import launcher
 from moesaic.runtime.execute import RUNNERS, compiled_kernel
 from moesaic.runtime.program import Executable, Program, program_by_key, program_of
 from moesaic.runtime.reference import TORCH_DTYPES, evaluate
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from moesaic.codegen.resources import Resources
 
 BACKENDS = ("auto", "cuda", "emulate", "reference")
+
+_TOKENS = symbol("T")
+_is_compiling = torch.compiler.is_compiling
 
 _DTYPES = {t: d for d, t in TORCH_DTYPES.items()}
 
@@ -60,14 +64,44 @@ def compile(what: Router | Module, *, target: str | Target | None = None, backen
     return CompiledLayer(what, target, backend)
 
 
+class Input(NamedTuple):
+    """An input as plain values, which torch.compile can follow.
+
+    Attributes:
+        name: of it.
+        text: its type, for messages.
+        kind: ``rows`` (one for each token), ``sequences`` (one for each sequence; made from the shape of the logits if
+            it is not given), ``vector`` or ``number``.
+        columns: its shape, without the axis of tokens.
+        dtype: what it has to be.
+        type_name: the same, as users write it.
+    """
+
+    name: str
+    text: str
+    kind: str
+    columns: tuple[int, ...]
+    dtype: torch.dtype
+    type_name: str
+
+    @classmethod
+    def of(cls, name: str, declared: TensorType) -> Input:
+        kinds = {"T": "rows", "N": "sequences"}
+        kind = kinds.get(declared.leading, "vector" if declared.rank else "number")
+        columns = tuple(d for d in declared.shape if isinstance(d, int))
+        return cls(name, str(declared), kind, columns, TORCH_DTYPES[declared.dtype], declared.dtype.public_name)
+
+
 @dataclass(frozen=True, eq=False)
 class Signature:
     """What a call has to know of a program, as plain values."""
 
     program: Program
-    inputs: tuple[tuple[str, TensorType], ...]
+    inputs: tuple[Input, ...]
     columns: int
     has_rows: tuple[bool, ...]
+    segments: str
+    """How the tokens of sequences lie in the logits, if anything is computed by sequence; else empty."""
 
 
 _signatures: dict[str, Signature] = {}
@@ -89,16 +123,29 @@ def signature_of(handle: str) -> Signature:
             )
         found = _signatures[handle] = Signature(
             program=program,
-            inputs=tuple((a.name, a.type) for a in function.arguments),
+            inputs=tuple(Input.of(a.name, a.type) for a in function.arguments),
             columns=columns,
-            has_rows=tuple(bool(t.rank) and isinstance(t.shape[0], Affine) for t in function.result_types),
+            has_rows=tuple(t.leading == "T" for t in function.result_types),
+            segments=_segments(function),
         )
     return found
+
+
+def _segments(function: Function) -> str:
+    found = {str(op.attributes["segments"]) for op in function.body.ops if op.attributes.get("segments")}
+    if len(found) > 1:
+        raise InputError(f"@{function.name} computes by sequence in two orders of tokens: {', '.join(sorted(found))}")
+    return found.pop() if found else ""
 
 
 @torch.compiler.assume_constant_result
 def has_backward(handle: str) -> bool:
     """Whether a gradient reaches an input. Lowers the program, which the reference must not depend on."""
+    return _has_backward(handle)
+
+
+@functools.cache
+def _has_backward(handle: str) -> bool:
     program = program_by_key(handle)
     return program.backward_function(program.float_results) is not None
 
@@ -128,7 +175,12 @@ class CompiledLayer:
     """A layer that runs on tensors.
 
     Call it with the logits [T, E] (leading dimensions are kept) and the declared inputs by name. The result unpacks in
-    declared order and has a field for each output. Gradients flow to every input they reach.
+    declared order and has a field for each output, and after them ``losses``, a mapping, if any are declared. Gradients
+    flow to every input they reach.
+
+    A router also takes ``token_mask``, bool, in the shape of the logits without experts: tokens where it is false get
+    indices -1 and weights 0, and have no share in counts, losses or gradients. Losses by sequence need logits of three
+    dimensions, [N, S, E] or [S, N, E] as declared.
     """
 
     def __init__(self, declared: Router | Module, target: Target | None, backend: str) -> None:
@@ -136,14 +188,23 @@ class CompiledLayer:
         self._target = target
         self._asked = backend
         self._declared_dtype = _declared_dtype(declared)
+        self._native: Any = None  # a `Caller` of the native launcher, and the backend that it stands for
+        self._native_backend = ""
         self._ran: str | None = None
         self._last: torch.dtype | None = None
         # By dtype of the logits. Complete from the start, so that torch.compile finds nothing to do but look one up.
         self._handles: dict[torch.dtype, str] = {
             TORCH_DTYPES[dtype]: _program_for(declared, dtype).key for dtype in self._dtypes()
         }
+        self._masked_handles: dict[torch.dtype, str] = {}
+        self._losses: tuple[str, ...] = ()
+        if isinstance(declared, Router):
+            self._masked_handles = {
+                TORCH_DTYPES[dtype]: _program_for(declared, dtype, masked=True).key for dtype in self._dtypes()
+            }
+            self._losses = tuple(declared.losses)
         names = declared.outputs if isinstance(declared, Router) else tuple(declared.entry.result_names)
-        self._result_type = _result_type(names)
+        self._result_type = _result_type((*names, "losses") if self._losses else names)
 
     def _dtypes(self) -> list[DType]:
         declared = self._declared_dtype
@@ -174,6 +235,18 @@ class CompiledLayer:
             InputTypeError: an input is missing, was not declared, or is not a tensor.
             InputError: an input has the wrong shape, dtype or device.
         """
+        if not _is_compiling():  # which torch.compile knows to be false
+            native = self._native
+            if native is not None:
+                result = native(args, inputs)
+                if result is not None:
+                    self._ran, self._last = self._native_backend, args[0].dtype
+                    if type(result) is not list:
+                        return result
+                    handle = (self._masked_handles if "token_mask" in inputs else self._handles)[self._last]
+                    if has_backward(handle):  # inputs, to be recorded by autograd
+                        outputs = record(handle, self._native_backend, result)
+                        return self._result_type(*outputs[: len(self._result_type._fields)])
         if not args and "logits" in inputs:
             args = (inputs.pop("logits"),)
         if len(args) != 1:
@@ -181,7 +254,13 @@ class CompiledLayer:
         logits = args[0]
         if not isinstance(logits, torch.Tensor):
             raise InputTypeError(f"logits must be a tensor, found {type(logits).__name__}")
-        handle = self._handles.get(logits.dtype)
+        handles = self._handles
+        if self._masked_handles and "token_mask" in inputs:
+            if inputs["token_mask"] is None:
+                del inputs["token_mask"]
+            else:
+                handles = self._masked_handles
+        handle = handles.get(logits.dtype)
         if handle is None:
             handle = self._other_dtype(logits.dtype)
         signature = signature_of(handle)
@@ -199,23 +278,59 @@ class CompiledLayer:
             _refuse_transforms(tensors)
             if _must_dispatch(tensors) or (recorded and not training):
                 outputs = torch.ops.moesaic.forward(handle, backend, training, tensors)
-            elif training:
-                outputs = record(handle, backend, tensors)
             else:
-                # Nothing to record and nobody watching: the same runner without the dispatcher's cost.
-                outputs = RUNNERS[backend].run(signature.program, "forward", (), tensors)
+                # Nobody watching: the same runner without the dispatcher's cost.
+                if training:
+                    outputs = record(handle, backend, tensors)
+                else:
+                    outputs = RUNNERS[backend].run(signature.program, "forward", (), tensors)
+                if self._native is None and launcher.is_built() and not self._losses:
+                    self._make_native(backend, logits)
         if logits.dim() == 2:
-            return self._result_type(*outputs[: len(signature.has_rows)])
-        leading = logits.shape[:-1]
-        return self._result_type(
-            *(
+            results = outputs[: len(signature.has_rows)]
+        else:
+            leading = logits.shape[:-1]
+            results = [
                 o.reshape(*leading, *o.shape[1:]) if rows else o
                 for o, rows in zip(outputs, signature.has_rows, strict=False)
+            ]
+        if not self._losses:
+            return self._result_type(*results)
+        first = len(results) - len(self._losses)
+        return self._result_type(*results[:first], dict(zip(self._losses, results[first:], strict=True)))
+
+    def _make_native(self, backend: str, logits: torch.Tensor) -> None:
+        """Has calls on such a device go through the native launcher, if the backend does."""
+        variants = []
+        for dtype, handle in (*self._handles.items(), *self._masked_handles.items()):
+            if dtype == torch.float64:  # runs on the reference only
+                continue
+            signature = signature_of(handle)
+            table = RUNNERS[backend].table(signature.program, "forward", ())
+            if table is None:
+                return
+            inputs = tuple(
+                (
+                    argument.name,
+                    tuple(map(_native_size, argument.type.shape)),
+                    torch.empty(0, dtype=TORCH_DTYPES[argument.type.dtype], device="cpu"),
+                )
+                for argument in signature.program.function.arguments
             )
-        )
+            variants.append((inputs, signature.has_rows, table))
+        types = launcher.module()
+        assert types is not None
+        followed = backend if self._asked == "auto" else ""  # what MOESAIC_BACKEND may say
+        self._native_backend = backend
+        self._native = types.Caller(logits, followed, self._result_type, tuple(variants))
 
     def warmup(
-        self, device: torch.device | str = "cuda", *, dtype: torch.dtype | str | None = None, backward: bool = True
+        self,
+        device: torch.device | str = "cuda",
+        *,
+        dtype: torch.dtype | str | None = None,
+        backward: bool = True,
+        token_mask: bool = False,
     ) -> None:
         """Lowers, compiles and loads everything a call needs, for contiguous inputs on a device, whatever T.
 
@@ -225,10 +340,13 @@ class CompiledLayer:
             device: where the layer will run.
             dtype: of the logits; needed if the layer was declared without one.
             backward: also prepare the backward functions: with a cotangent for every float result, and for each alone.
+            token_mask: prepare calls with a token mask, which run other kernels, instead of calls without.
         """
-        program = self._program(DType.parse(dtype) if dtype is not None else None)
+        program = self._program(DType.parse(dtype) if dtype is not None else None, masked=token_mask)
         logits_dtype = TORCH_DTYPES[program.function.arguments[0].type.dtype]
         runner = RUNNERS.get(resolve_backend(self._asked, torch.device(device).type, logits_dtype))
+        if runner is not None:
+            runner.wait_for_native()
         for tokens in (1, runner.few_tokens + 1) if runner is not None else ():  # the reference has nothing to prepare
             self._warm_up(program, tokens, device, backward)
 
@@ -236,19 +354,25 @@ class CompiledLayer:
         """Calls the layer on zeros, forward and backward, so that everything it needs is there."""
         made = {}
         for argument in program.function.arguments:
+            if argument.type.leading == "N":
+                continue  # comes from the shape of the logits
             shape = [tokens if isinstance(d, Affine) else d for d in argument.type.shape]
             made[argument.name] = torch.zeros(shape, dtype=TORCH_DTYPES[argument.type.dtype], device=device)
         first, *rest = made.items()
+        if signature_of(program.key).segments:
+            first = (first[0], first[1].unsqueeze(0))
+            rest = [(n, t.unsqueeze(0) if t.dim() == 2 else t) for n, t in rest]
         with torch.no_grad():
             self(first[1], **dict(rest))
         if not backward:
             return
-        for tensor in made.values():
+        for tensor in (first[1], *dict(rest).values()):
             if tensor.dtype.is_floating_point:
                 tensor.requires_grad_()
         with torch.enable_grad():
             result = self(first[1], **dict(rest))
-        floats = [r for r in result if r.requires_grad]
+        every = [*result[:-1], *result[-1].values()] if self._losses else result
+        floats = [r for r in every if r.requires_grad]
         for used in [floats, *([r] for r in floats if len(floats) > 1)]:
             if used:
                 torch.autograd.backward(used, [torch.zeros_like(r) for r in used], retain_graph=True)
@@ -265,10 +389,10 @@ class CompiledLayer:
             f"with dtype={found!r} or without a dtype"
         )
 
-    def _program(self, dtype: DType | None = None) -> Program:
+    def _program(self, dtype: DType | None = None, *, masked: bool = False) -> Program:
         """The program to look at: of the dtype given, declared, called with last, or float32."""
         last = _DTYPES[self._last] if self._last is not None else DType.F32
-        return _program_for(self._declared, dtype or self._declared_dtype or last)
+        return _program_for(self._declared, dtype or self._declared_dtype or last, masked=masked)
 
     # ------------------------------------------------------------------------------------------------- looking
 
@@ -383,13 +507,13 @@ def _result_type(names: tuple[str, ...]) -> type[Any]:
     return namedtuple("Routing", names)
 
 
-@functools.lru_cache(maxsize=1024)
-def _router_program(router: Router, dtype: DType) -> Program:
-    return program_of(router.module(dtype))
+@functools.lru_cache(maxsize=2048)
+def _router_program(router: Router, dtype: DType, masked: bool) -> Program:
+    return program_of(router.module(dtype, masked=masked))
 
 
-def _program_for(declared: Router | Module, dtype: DType) -> Program:
-    return _router_program(declared, dtype) if isinstance(declared, Router) else program_of(declared)
+def _program_for(declared: Router | Module, dtype: DType, *, masked: bool = False) -> Program:
+    return _router_program(declared, dtype, masked) if isinstance(declared, Router) else program_of(declared)
 
 
 @torch._dynamo.allow_in_graph
@@ -450,23 +574,47 @@ def _must_dispatch(tensors: Sequence[torch.Tensor]) -> bool:
 def _bind(signature: Signature, logits: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
     """The tensors in the order of the function's inputs, checked, with rows that are dense inside."""
     if logits.dim() < 1 or logits.shape[-1] != signature.columns:
-        name = signature.inputs[0][0]
+        name = signature.inputs[0].name
         raise InputError(f"{name} must have shape [..., {signature.columns}], found {list(logits.shape)}")
     rows = logits if logits.dim() == 2 else logits.reshape(-1, signature.columns)
     tensors = [_dense_rows(rows)]
-    for name, declared in signature.inputs[1:]:
-        given = inputs.get(name)
+    made = 0
+    for wanted in signature.inputs[1:]:
+        given = inputs.get(wanted.name)
         if given is None:
+            if wanted.kind == "sequences":
+                tensors.append(_sequences(signature, logits))
+                made += 1
+                continue
             _refuse_undeclared(signature, inputs)  # a slip of the pen is the likeliest reason
-            raise InputTypeError(f"input {name!r} ({declared}) is missing")
-        tensors.append(_dense_rows(_checked(name, declared, given, rows)))
-    if len(inputs) >= len(tensors):
+            raise InputTypeError(f"input {wanted.name!r} ({wanted.text}) is missing")
+        tensors.append(_dense_rows(_checked(wanted, given, rows, logits.shape[:-1])))
+    if len(inputs) >= len(tensors) - made:
         _refuse_undeclared(signature, inputs)
     return tensors
 
 
+def _native_size(dim: Dim) -> int:
+    """A dimension for the native launcher: -1 is T; what it does not know becomes a size that no tensor has."""
+    if isinstance(dim, Affine):
+        return -1 if dim == _TOKENS else -2
+    return dim
+
+
+def _sequences(signature: Signature, logits: torch.Tensor) -> torch.Tensor:
+    """A tensor without elements whose rows are the sequences; an empty batch counts as one empty sequence."""
+    axis = 0 if signature.segments == "batch_first" else 1
+    if logits.dim() != 3:
+        order = "[N, S, E]" if axis == 0 else "[S, N, E]"
+        raise InputError(
+            f"a loss by sequence is declared, {signature.segments}: logits must have the shape {order}, "
+            f"found {list(logits.shape)}"
+        )
+    return logits.new_empty((logits.shape[axis] if logits.shape[axis] != 0 else 1, 0), dtype=torch.float32)
+
+
 def _refuse_undeclared(signature: Signature, inputs: Mapping[str, torch.Tensor]) -> None:
-    known = [n for n, _ in signature.inputs[1:]]
+    known = [wanted.name for wanted in signature.inputs[1:]]
     for name in inputs:
         if name not in known:
             raise InputTypeError(
@@ -487,17 +635,35 @@ def _dense_rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous()
 
 
-def _checked(name: str, declared: TensorType, given: object, rows: torch.Tensor) -> torch.Tensor:
+def _number(name: str, given: object, rows: torch.Tensor) -> object:
+    """A Python number, or a tensor of one integer, as the float scalar that kernels read; without a synchronisation."""
+    dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
+    if isinstance(given, int | float) and not isinstance(given, bool):
+        return rows.new_full((), float(given), dtype=dtype)
+    if isinstance(given, torch.Tensor) and given.numel() == 1 and given.dtype in (torch.int32, torch.int64):
+        return given.reshape(()).to(dtype)
+    if isinstance(given, torch.Tensor) and list(given.shape) == [1]:
+        return given.reshape(())
+    return given
+
+
+def _checked(wanted: Input, given: object, rows: torch.Tensor, leading: torch.Size) -> torch.Tensor:
+    name = wanted.name
+    if wanted.kind == "number":
+        given = _number(name, given, rows)
     if not isinstance(given, torch.Tensor):
         raise InputTypeError(f"{name} must be a tensor, found {type(given).__name__}")
-    expected = [rows.shape[0] if isinstance(d, Affine) else d for d in declared.shape]
-    if list(given.shape) != expected:
-        raise InputError(f"{name} must have shape {expected}, found {list(given.shape)}")
+    expected = [*leading, *wanted.columns] if wanted.kind == "rows" else [*wanted.columns]
+    if list(given.shape[1:] if wanted.kind == "sequences" else given.shape) != expected:
+        shape = ["N", *expected] if wanted.kind == "sequences" else expected
+        raise InputError(f"{name} must have shape {shape}, found {list(given.shape)}")
+    if wanted.kind == "rows" and len(leading) != 1:
+        given = given.reshape(rows.shape[0], *wanted.columns)
     wide = given.dtype == torch.float64 and rows.dtype == torch.float64
-    if given.dtype != TORCH_DTYPES[declared.dtype] and not wide:
+    if given.dtype != wanted.dtype and not wide:
         known = _DTYPES.get(given.dtype)
         found = known.public_name if known is not None else str(given.dtype).removeprefix("torch.")
-        raise InputError(f"{name} must be {declared.dtype.public_name}, found {found}")
+        raise InputError(f"{name} must be {wanted.type_name}, found {found}")
     if given.device != rows.device:
         raise InputError(f"{name} is on {given.device}, but logits are on {rows.device}; move one of them")
     return given

@@ -50,6 +50,7 @@ def checks() -> list[Check]:
             ("torch", _torch),
             ("c++ compiler", _compiler),
             ("emulator headers", _emulator_headers),
+            ("launcher", _launcher),
             ("disassembler", _disassembler),
             ("cache", _cache),
         )
@@ -232,6 +233,22 @@ def _emulator_headers() -> Check:
     except ToolchainError as missing:
         return Check("emulator headers", "warn", "incomplete", str(missing))
     return Check("emulator headers", "ok", str(folders[0]))
+
+
+def _launcher() -> Check:
+    if environment.LAUNCHER.get() == "python":
+        return Check("launcher", "ok", f"python, because {environment.LAUNCHER.name} says so")
+    try:
+        from moesaic.runtime.launcher import build
+    except (ImportError, OSError, RuntimeError):
+        return Check("launcher", "warn", "needs torch", "see torch")
+    try:
+        key = build.recipe().key
+    except ToolchainError as missing:
+        return Check("launcher", "warn", "python, which takes more host time a call", str(missing))
+    if (environment.cache_root() / key.kind / key.digest).is_dir():
+        return Check("launcher", "ok", "native, built")
+    return Check("launcher", "ok", "native, built on first use; layer.warmup() waits for that")
 
 
 def _disassembler() -> Check:

@@ -332,6 +332,11 @@ class Launch:
         if result != 0:
             raise self._failed(result)
 
+    @property
+    def config_address(self) -> int:
+        """Of the ``CUlaunchConfig`` in memory, valid as long as this object lives. Grid and stream in it change."""
+        return int(self._config.getPtr())
+
     def _configure(self, grid: Dim3, stream_handle: int) -> None:
         config = self._config
         self._grid = None  # a failure half way must not leave a grid that looks like the one set
@@ -342,7 +347,12 @@ class Launch:
         self._grid = grid
 
     def _failed(self, result: Any) -> MoesaicError:
-        return _fault(result, f"launch kernel {self.kernel.name!r} with grid {self._grid} and block {self.block}")
+        assert self._grid is not None
+        return _fault(result, self.action(self._grid))
+
+    def action(self, grid: Dim3) -> str:
+        """What a failed launch of this grid could not do, for an error."""
+        return f"launch kernel {self.kernel.name!r} with grid {grid} and block {self.block}"
 
 
 def device(ordinal: int) -> Device:
@@ -377,6 +387,24 @@ def device(ordinal: int) -> Device:
                 context_handle=int(context),
             )
         return _devices[ordinal]
+
+
+def entry_points(ordinal: int) -> tuple[int, int, int, int, int]:
+    """What native code launches with: the addresses of the driver's functions to launch and to ask for, push and pop
+    the current context, and the context of GPU `ordinal`.
+
+    Raises `ToolchainError` if there is no driver or no such GPU.
+    """
+    context = device(ordinal).context_handle
+    library = ctypes.CDLL("libcuda.so.1")  # loaded already
+    names = ("cuLaunchKernelEx", "cuCtxGetCurrent", "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2")
+    launch, get, push, pop = (ctypes.cast(getattr(library, n), ctypes.c_void_p).value or 0 for n in names)
+    return launch, get, push, pop, context
+
+
+def fault(code: int, action: str) -> MoesaicError:
+    """The error of ours for a result code of the driver; `action` completes "the driver could not"."""
+    return _fault(_driver().CUresult(code), action)
 
 
 def device_count() -> int:

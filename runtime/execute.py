@@ -6,8 +6,11 @@ order, strides, grids and workspace as the GPU.
 
 from __future__ import annotations
 
+import ctypes
+import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -16,7 +19,7 @@ from moesaic.codegen import nvrtc
 from moesaic.codegen.kernel import GeneratedKernel
 from moesaic.codegen.target import Target
 from moesaic.ir.errors import InputError, InternalError
-from moesaic.runtime import driver
+from moesaic.runtime import driver, launcher
 from moesaic.runtime.kernels import compiled_kernel, source_of
 from moesaic.runtime.locks import KeyedLocks
 from moesaic.runtime.plan import LaunchPlan
@@ -42,11 +45,21 @@ def alignments(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
 
 
 def _tokens(inputs: Sequence[torch.Tensor]) -> int:
-    """T: the rows of the first input that has rows."""
+    """T: the rows of the first input that has rows; no other comes before those of tokens."""
     for tensor in inputs:
         if tensor.dim() == 2:
             return tensor.shape[0]
     return 0
+
+
+ARGUMENTS: dict[str, Callable[[Sequence[torch.Tensor], int, int], int]] = {
+    "pointer": lambda operands, number, tokens: operands[number].data_ptr(),
+    "stride": lambda operands, number, tokens: operands[number].stride(0),
+    "tokens": lambda operands, number, tokens: tokens,
+    "rows": lambda operands, number, tokens: operands[number].shape[0],
+}
+"""What a kernel's argument of a kind is, from all operands, the number of its own, and T; ``launcher.cpp`` has the same
+table."""
 
 
 class Loaded:
@@ -61,6 +74,10 @@ class Loaded:
         """Launches with the argument values; `tensors` are all operands of the plan, the first `inputs` only read."""
         raise NotImplementedError
 
+    def native_launch(self) -> driver.Launch:
+        """What the native launcher starts from, where there is one."""
+        raise NotImplementedError
+
 
 class Prepared:
     """An executable with its kernels loaded, and everything about a call that does not depend on its inputs."""
@@ -70,16 +87,18 @@ class Prepared:
         self.executable = executable
         self.runner = runner
         self.results = plan.results
-        rows = [i for i, declared in enumerate(plan.inputs) if declared.type.rank == 2]
-        if not rows:
+        rows = {declared.type.leading: i for i, declared in reversed(list(enumerate(plan.inputs)))}
+        if "T" not in rows:
             raise InternalError(f"@{plan.name} has no input with rows")
-        self.tokens_from = rows[0]
+        self.tokens_from = rows["T"]
+        self.sequences_from = rows.get("N", -1)
         self.steps = [
-            (kernel, [(a.kind, -1 if a.kind == "tokens" else step.operands[a.operand]) for a in step.kernel.arguments])
-            for step, kernel in zip(plan.steps, loaded, strict=True)
-        ]
-        self.shapes = [
-            (step.kernel, kernel.most_blocks, step.blocks_symbol)
+            _Step(
+                kernel,
+                tuple((a.kind, -1 if a.operand < 0 else step.operands[a.operand]) for a in step.kernel.arguments),
+                _Blocks.of(step.kernel, kernel.most_blocks),
+                step.blocks_symbol,
+            )
             for step, kernel in zip(plan.steps, loaded, strict=True)
         ]
         self.slots = _slots(plan)
@@ -90,9 +109,10 @@ class Prepared:
     def run(self, inputs: Sequence[torch.Tensor], stream: int) -> list[torch.Tensor]:
         """Allocates, launches every step on the stream, and gives the results."""
         tokens = inputs[self.tokens_from].shape[0]
+        sequences = 0 if self.sequences_from < 0 else inputs[self.sequences_from].shape[0]
         sized = self.sized
-        if sized is None or sized.tokens != tokens:
-            sized = self.sized = self._size(tokens, inputs[0].device)
+        if sized is None or sized.tokens != tokens or sized.sequences != sequences:
+            sized = self.sized = self._size(tokens, sequences, inputs[0].device)
         fresh = self.runner.fresh
         tensors = [*inputs]
         for template, reused in sized.templates:
@@ -100,29 +120,54 @@ class Prepared:
                 tensors.append(fresh(template))
             else:  # of the same size, see plan-workspace
                 tensors.append(tensors[reused].view(template.dtype).view(template.shape))
-        for (loaded, arguments), grid in zip(self.steps, sized.grids, strict=True):
-            values = []
-            for kind, number in arguments:
-                if kind == "pointer":
-                    values.append(tensors[number].data_ptr())
-                elif kind == "stride":
-                    values.append(tensors[number].stride(0))
-                elif kind == "tokens":
-                    values.append(tokens)
-                else:
-                    values.append(tensors[number].shape[0])
+        for step, grid in zip(self.steps, sized.grids, strict=True):
             if grid[0]:
-                loaded.launch(grid, stream, values, tensors, len(inputs))
+                values = [ARGUMENTS[kind](tensors, number, tokens) for kind, number in step.arguments]
+                step.loaded.launch(grid, stream, values, tensors, len(inputs))
         return [tensors[i] for i in self.results]
 
-    def _size(self, tokens: int, device: torch.device) -> _Sized:
-        symbols = {"T": tokens}
+    def native(self, types: ModuleType, points: Sequence[int]) -> Any:
+        """The same for the native launcher: a ``Plan``, one of the `types` of ``launcher.cpp``.
+
+        `points` are the addresses of the functions it calls, see `CudaRunner.native_points`.
+        """
+        by_symbol = {"": -3, "N": -2, "T": -1, **{step.symbol: n for n, step in enumerate(self.steps) if step.symbol}}
+        inputs = len(self.executable.plan.inputs)
+        launches = [step.loaded.native_launch() for step in self.steps]
+
+        def failed(step: int, code: int, blocks: int) -> None:
+            raise driver.fault(code, launches[step].action((blocks, 1, 1)) if step >= 0 else "enter a context")
+
+        return types.Plan(
+            next(iter(self.elements.values())),
+            tuple(points),
+            (inputs, self.tokens_from, self.sequences_from),
+            tuple(
+                (by_symbol[s.rows], s.columns, self.elements[s.dtype], -1 if s.reuses < 0 else inputs + s.reuses)
+                for s in self.slots
+            ),
+            tuple(
+                (
+                    launch.config_address,
+                    int(launch.kernel.function),
+                    astuple(step.blocks),
+                    step.arguments,
+                )
+                for step, launch in zip(self.steps, launches, strict=True)
+            ),
+            tuple(self.results),
+            failed,
+            launches,
+        )
+
+    def _size(self, tokens: int, sequences: int, device: torch.device) -> _Sized:
+        symbols = {"T": tokens, "N": sequences}
         grids: list[Grid] = []
-        for kernel, most, symbol in self.shapes:
-            blocks = _blocks(kernel, tokens, most)
+        for step in self.steps:
+            blocks = step.blocks(tokens, sequences)
             grids.append((blocks, 1, 1))
-            if symbol:
-                symbols[symbol] = blocks
+            if step.symbol:
+                symbols[step.symbol] = blocks
         inputs = len(self.executable.plan.inputs)
         templates = []
         for slot in self.slots:
@@ -133,7 +178,7 @@ class Prepared:
                 strides = (1 if set(shape) == {1} else 0,) * len(shape)  # of one element, `empty_like` keeps strides
                 template = self.elements[slot.dtype].as_strided(shape, strides)
             templates.append((template, -1 if slot.reuses < 0 else inputs + slot.reuses))
-        return _Sized(tokens, tuple(grids), tuple(templates))
+        return _Sized(tokens, sequences, tuple(grids), tuple(templates))
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,12 +187,14 @@ class _Sized:
 
     Attributes:
         tokens: T.
+        sequences: N; 0 where tokens belong to no sequences.
         grids: of each launch.
         templates: a tensor of the shape and dtype of each buffer (``empty_like`` of one costs half of ``empty``), and
             the number of the operand whose memory it takes over, or -1.
     """
 
     tokens: int
+    sequences: int
     grids: tuple[Grid, ...]
     templates: tuple[tuple[torch.Tensor, int], ...]
 
@@ -178,11 +225,49 @@ def _slots(plan: LaunchPlan) -> list[_Slot]:
     return slots
 
 
-def _blocks(kernel: GeneratedKernel, tokens: int, most: int) -> int:
-    if kernel.grid == "columns":
-        return -(-kernel.columns // kernel.rows_per_block)
-    blocks = -(-tokens // kernel.rows_per_block)
-    return min(blocks, most if kernel.grid == "persistent" else 2**31 - 1)
+@dataclass(frozen=True, slots=True)
+class _Blocks:
+    """How many blocks a launch has; ``launcher.cpp`` has the same formula.
+
+    Attributes:
+        rows: tokens of a block; 0 for a grid that does not follow T, of `fixed` blocks and `per_sequence` a sequence.
+        least, most: bounds on the blocks for tokens.
+        by_sequence: each sequence has blocks of its own, as many as any other; `most` is for all of them.
+    """
+
+    rows: int = 0
+    least: int = 0
+    most: int = 0
+    by_sequence: bool = False
+    fixed: int = 0
+    per_sequence: int = 0
+
+    @classmethod
+    def of(cls, kernel: GeneratedKernel, most: int) -> _Blocks:
+        if kernel.grid == "fixed":
+            return cls(fixed=kernel.blocks, per_sequence=kernel.blocks_per_sequence)
+        if kernel.by_sequence or kernel.grid == "persistent":
+            # At least one without a token, too: sums of nothing are zeros that somebody has to write.
+            return cls(kernel.rows_per_block, 1, most, kernel.by_sequence)
+        return cls(kernel.rows_per_block, 0, 2**31 - 1)
+
+    def __call__(self, tokens: int, sequences: int) -> int:
+        if not self.rows:
+            return self.fixed + sequences * self.per_sequence
+        parts = max(sequences, 1) if self.by_sequence else 1
+        blocks = max(self.least, min(-(-tokens // parts // self.rows), self.most // parts))
+        return sequences * blocks if self.by_sequence else blocks
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A launch as a call makes it: each argument is a kind and the number of an operand; `symbol` names the number of
+    blocks where a buffer has as many rows."""
+
+    loaded: Loaded
+    arguments: tuple[tuple[str, int], ...]
+    blocks: _Blocks
+    symbol: str
 
 
 class Runner:
@@ -203,12 +288,19 @@ class Runner:
         self, program: Program, kind: str, cotangents: tuple[str, ...], inputs: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
         """Runs ``forward``, ``training`` or ``backward`` of a program; gives the function's results in order."""
+        table = self.table(program, kind, cotangents)
+        if table is not None:
+            results: list[torch.Tensor] | None = table(inputs)
+            if results is not None:
+                return results
         index = inputs[0].get_device()
         bucket = "few" if _tokens(inputs) <= self.few_tokens else "many"
         key = (program.key, kind, cotangents, index, bucket, alignments(inputs))
         prepared = self._prepared.get(key)
         if prepared is None:
             prepared = self._prepare(key, program, inputs[0].device)
+        if table is not None:
+            self.add_native(table, key, prepared)
         return self.enter(prepared, inputs, index)
 
     def _prepare(self, key: tuple[Any, ...], program: Program, device: torch.device) -> Prepared:
@@ -227,6 +319,16 @@ class Runner:
     def target(self, device: torch.device) -> Target:
         raise NotImplementedError
 
+    def table(self, program: Program, kind: str, cotangents: tuple[str, ...]) -> Any:
+        """The ``Table`` of the native launcher for a function; None where kernels are launched from Python."""
+        return None
+
+    def add_native(self, table: Any, key: tuple[Any, ...], prepared: Prepared) -> None:
+        """Has calls like this one go through the native launcher from now on."""
+
+    def wait_for_native(self) -> None:
+        """Has the native launcher built, where this backend has one."""
+
     def check_may_compile(self) -> None:
         """Raises if compiling or loading now would do harm."""
 
@@ -243,6 +345,44 @@ class Runner:
 
 class CudaRunner(Runner):
     """Compiles with NVRTC for the tensor's own device and launches on its current stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._tables: dict[tuple[str, str, tuple[str, ...], int], Any] = {}
+        self._native: set[tuple[Any, tuple[Any, ...]]] = set()
+
+    def table(self, program: Program, kind: str, cotangents: tuple[str, ...]) -> Any:
+        key = (program.key, kind, cotangents, self.few_tokens)
+        found = self._tables.get(key)
+        if found is None:
+            native = launcher.module()
+            if native is not None:
+                found = self._tables.setdefault(key, native.Table(self.few_tokens))
+        return found
+
+    def add_native(self, table: Any, key: tuple[Any, ...], prepared: Prepared) -> None:
+        with self._preparing.holding(key):
+            if (table, key) in self._native:
+                return
+            _, _, _, index, bucket, aligned = key
+            native = launcher.module()
+            assert native is not None
+            plan = prepared.native(native, self.native_points(index))
+            table.add(index, bucket == "few", aligned, plan)
+            self._native.add((table, key))
+
+    def native_points(self, index: int) -> tuple[int, ...]:
+        """Addresses for the native launcher: those of `driver.entry_points`, and before the context the function that
+        gives the current stream of a device."""
+        *functions, context = driver.entry_points(index)
+        # Of torch's stable interface in C. Found by its name alone, for torch has loaded it.
+        library = ctypes.CDLL("libtorch_cuda.so", mode=os.RTLD_NOLOAD)
+        stream = ctypes.cast(library.aoti_torch_get_current_cuda_stream, ctypes.c_void_p).value
+        assert stream is not None
+        return (*functions, stream, context)
+
+    def wait_for_native(self) -> None:
+        launcher.wait()
 
     def target(self, device: torch.device) -> Target:
         return driver.device_target(device.index)
@@ -277,6 +417,9 @@ class _CudaKernel(Loaded):
         self, grid: Grid, stream: int, values: Sequence[int], tensors: Sequence[torch.Tensor], inputs: int
     ) -> None:
         self._launch(grid, stream, *values)
+
+    def native_launch(self) -> driver.Launch:
+        return self._launch
 
 
 class EmulatedRunner(Runner):

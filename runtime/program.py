@@ -11,7 +11,7 @@ import hashlib
 import sys
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from moesaic import __version__
@@ -22,7 +22,8 @@ from moesaic.ir.core import Function, Module
 from moesaic.ir.errors import InputError, InternalError
 from moesaic.passes.differentiate import SUFFIX, derive
 from moesaic.passes.instruments import CrashReproducer, History, SaveTree, VerifyEach, print_by_environment
-from moesaic.passes.manager import DEFAULT, FORWARD, Instrument, PassContext, PassManager
+from moesaic.passes.lower_aux_loss import lower_losses
+from moesaic.passes.manager import DEFAULT, FORWARD, Instrument, Pass, PassContext, PassManager, parse_pipeline
 from moesaic.passes.specialize import Specialize
 from moesaic.runtime.plan import LaunchPlan, build_plan
 
@@ -56,6 +57,15 @@ class Program:
         self._lowered: dict[str, Lowered] = {}
         self._differentiable: dict[tuple[str, ...], frozenset[str]] = {}
         self._executables: dict[tuple[str, str, str, tuple[int, ...], str], Executable] = {}
+        self._overrides: dict[str, Pass] = {}
+
+    def override(self, passes: str) -> None:
+        """Lets passes run with options, written as in a pipeline: ``specialize{lanes=8},sink-gathers{sparse=0}``.
+
+        For measuring one choice against another. Give the declared function a name of its own: equal functions share a
+        program, and what is compiled already stays as it is.
+        """
+        self._overrides = {p.name: p for p in parse_pipeline(passes)}
 
     @property
     def function(self) -> Function:
@@ -88,7 +98,8 @@ class Program:
                 module = self.module.clone()
                 history = History()
                 instruments = [history, *self._instruments(key)]
-                context = PassManager(pipeline, instruments).run(module)
+                passes = [self._overrides.get(p.name, p) for p in parse_pipeline(pipeline)]
+                context = PassManager(passes, instruments).run(module)
                 self._lowered[key] = Lowered(module, context, history.stages)
             return self._lowered[key]
 
@@ -128,7 +139,9 @@ class Program:
         Simplifying may cut one off (a normalisation over one pick is a constant): its gradient is zero, not missing.
         """
         if cotangents not in self._differentiable:
-            declared = derive(self.function, cotangents) if cotangents else None
+            summed = self.function.clone()
+            lower_losses(summed.body)
+            declared = derive(summed, cotangents) if cotangents else None
             names = declared.result_names if declared is not None else []
             self._differentiable[cotangents] = frozenset(n.removeprefix("d_") for n in names)
         return self._differentiable[cotangents]
@@ -168,7 +181,9 @@ class Program:
         else:
             function = self.forward_function(training=kind == "training")
         module = Module([function.clone()])
-        PassManager([Specialize(target=target, alignment=alignment, tokens=tokens)]).run(module)
+        chosen = self._overrides.get("specialize", Specialize())
+        assert isinstance(chosen, Specialize)
+        PassManager([replace(chosen, target=target, alignment=alignment, tokens=tokens)]).run(module)
         kernels = generate_kernels(module.entry)
         return Executable(build_plan(module.entry, kernels), target, tuple(kernels), module)
 

@@ -100,22 +100,32 @@ class TorchArrays:
 
     @staticmethod
     def take(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-        return torch.gather(x, -1, indices.long())
+        inside, places = _inside(indices, x.shape[-1])
+        return torch.gather(x, -1, places).masked_fill(~inside, 0)
 
     @staticmethod
     def put(indices: torch.Tensor, values: torch.Tensor, size: int) -> torch.Tensor:
+        inside, places = _inside(indices, size)
         zeros = torch.zeros((*values.shape[:-1], size), dtype=values.dtype, device=values.device)
-        return zeros.scatter_add(-1, indices.long(), values)
+        return zeros.scatter_add(-1, places, values.masked_fill(~inside, 0))
 
     @staticmethod
     def take_vector(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-        return x[indices.long()]
+        inside, places = _inside(indices, x.shape[0])
+        return x[places].masked_fill(~inside, 0)
 
     @staticmethod
     def count(indices: torch.Tensor, size: int) -> torch.Tensor:
         # Not bincount: its size depends on data, which stops a GPU's queue and cannot be traced.
-        picks = indices.reshape(-1).long()
-        return torch.zeros(size, dtype=torch.int64, device=indices.device).index_add(0, picks, torch.ones_like(picks))
+        inside, places = _inside(indices, size)
+        zeros = torch.zeros((*indices.shape[:-1], size), dtype=torch.int64, device=indices.device)
+        return zeros.scatter_add(-1, places, inside.long())
+
+
+def _inside(indices: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which indices lie in [0, size), and all of them as int64 with the others brought there."""
+    places = indices.long()
+    return (places >= 0) & (places < size), places.clamp(0, size - 1)
 
 
 def evaluate(function: Function, inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:

@@ -56,11 +56,13 @@ def _backward_fake(
 
 
 def _fake_results(function: Function, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    tokens = next(t.shape[0] for t, a in zip(inputs, function.arguments, strict=True) if a.type.rank == 2)
+    symbols: dict[str, Any] = {}
+    for tensor, argument in zip(inputs, function.arguments, strict=True):
+        symbols.setdefault(argument.type.leading, tensor.shape[0] if tensor.dim() else 1)
 
     def size(dim: Dim) -> Any:
         if isinstance(dim, Affine):
-            return sum(coefficient * tokens for _, coefficient in dim.terms) + dim.constant
+            return sum(coefficient * symbols[symbol] for symbol, coefficient in dim.terms) + dim.constant
         return dim
 
     return [inputs[0].new_empty([size(d) for d in t.shape], dtype=TORCH_DTYPES[t.dtype]) for t in function.result_types]

@@ -1,6 +1,7 @@
 // A CUDA driver without a GPU: just enough of libcuda to test the launcher through the real Python bindings.
-// It records the last launch as text and answers as one Hopper GPU (and a second one) would.
+// It records launches, the last one also as text, and answers as one Hopper GPU (and a second one) would.
 #include <dlfcn.h>
+#include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <string.h>
@@ -18,6 +19,20 @@ static __thread int depth;
 static int allowed_shared, unloads, failure;
 static char last[512];
 
+// Kernels that a test has named, with the number of their arguments, all of 8 bytes.
+static struct { char name[200]; int arguments; } kernels[1024];
+static int kernel_count;
+
+typedef struct {
+  Handle function, stream, context;
+  unsigned grid[3], block[3];
+  uint64_t arguments[32];
+} Record;
+static Record records[4096];
+static int record_count;
+static pthread_mutex_t records_lock = PTHREAD_MUTEX_INITIALIZER;
+static __thread Handle stream;
+
 Result cuInit(unsigned flags) { return 0; }
 Result cuDriverGetVersion(int* version) { *version = 13020; return 0; }
 Result cuDeviceGetCount(int* count) { *count = 2; return 0; }
@@ -34,6 +49,8 @@ Result cuDevicePrimaryCtxRetain(Handle* context, int device) {
 Result cuCtxGetCurrent(Handle* context) { *context = depth ? contexts[depth - 1] : 0; return 0; }
 Result cuCtxPushCurrent(Handle context) { contexts[depth++] = context; return 0; }
 Result cuCtxPopCurrent(Handle* context) { if (!depth) return 201; *context = contexts[--depth]; return 0; }
+Result cuCtxPushCurrent_v2(Handle context) { return cuCtxPushCurrent(context); }
+Result cuCtxPopCurrent_v2(Handle* context) { return cuCtxPopCurrent(context); }
 Result cuModuleLoadData(Handle* module, const void* image) {
   if (!depth) return 201;
   if (memcmp(image, "\x7f" "ELF", 4)) return 209;
@@ -43,6 +60,9 @@ Result cuModuleLoadData(Handle* module, const void* image) {
 Result cuModuleUnload(Handle module) { ++unloads; return 0; }
 Result cuModuleGetFunction(Handle* function, Handle module, const char* name) {
   *function = (Handle)0x3000;
+  for (int i = kernel_count - 1; i >= 0; --i) {  // the newest of a name
+    if (!strcmp(name, kernels[i].name)) { *function = &kernels[i]; return 0; }
+  }
   return strcmp(name, "kernel") ? 500 : 0;
 }
 Result cuFuncLoad(Handle function) { return 0; }
@@ -54,6 +74,17 @@ Result cuFuncSetAttribute(Handle function, int which, int value) { allowed_share
 Result cuGetErrorString(Result result, const char** text) { *text = "the fake driver says so"; return 0; }
 Result cuLaunchKernelEx(const Config* c, Handle function, void** p, void** extra) {
   if (failure) return failure;
+  if (function != (Handle)0x3000) {
+    Record record = {function, c->stream, depth ? contexts[depth - 1] : 0};
+    memcpy(record.grid, c->grid, sizeof record.grid);
+    memcpy(record.block, c->block, sizeof record.block);
+    for (int i = 0; i < kernels[(__typeof__(&kernels[0]))function - kernels].arguments; ++i)
+      record.arguments[i] = *(uint64_t*)p[i];
+    pthread_mutex_lock(&records_lock);
+    if (record_count < 4096) records[record_count++] = record;
+    pthread_mutex_unlock(&records_lock);
+    return 0;
+  }
   snprintf(last, sizeof last,
            "grid %u %u %u block %u %u %u shared %u stream %p attributes %u context %p args %llx %d %g", c->grid[0],
            c->grid[1], c->grid[2], c->block[0], c->block[1], c->block[2], c->shared, c->stream, c->num_attributes,
@@ -66,6 +97,16 @@ int fake_allowed_shared(void) { return allowed_shared; }
 int fake_depth(void) { return depth; }
 int fake_unloads(void) { return unloads; }
 void fake_fail(int result) { failure = result; }
+void fake_kernel(const char* name, int arguments) {
+  strncpy(kernels[kernel_count].name, name, sizeof kernels[0].name - 1);
+  kernels[kernel_count++].arguments = arguments;
+}
+const Record* fake_records(int* count) { *count = record_count; record_count = 0; return records; }
+const char* fake_name(Handle function) { return ((__typeof__(&kernels[0]))function)->name; }
+
+// As torch's `aoti_torch_get_current_cuda_stream`.
+int fake_current_stream(int32_t device_index, Handle* current) { *current = stream; return 0; }
+void fake_use_stream(Handle used) { stream = used; }
 
 Result cuGetProcAddress_v2(const char* name, void** function, int version, uint64_t flags, int* status) {
   Dl_info self;

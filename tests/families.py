@@ -160,7 +160,7 @@ def correction_of(family: Family, module: torch.nn.Module) -> torch.Tensor | Non
     router = family.router()
     if not router.selection_bias:
         return None
-    return family.correction * torch.randn(router.num_experts, generator=torch.Generator().manual_seed(13))
+    return family.correction * torch.randn(router.columns, generator=torch.Generator().manual_seed(13))
 
 
 def assert_routes_like_the_model(family: Family, backend: str) -> None:
@@ -172,7 +172,7 @@ def assert_routes_like_the_model(family: Family, backend: str) -> None:
     wanted = of_module(family, module, correction)
     declared = {"gate_bias": router.gate_bias, "expert_scale": router.expert_scale}
     assert set(wanted.learned) == {name for name, is_declared in declared.items() if is_declared}
-    assert wanted.logits.shape == (TOKENS, router.num_experts)
+    assert wanted.logits.shape == (TOKENS, router.columns)
 
     # The same hidden states through the same product and the declared router.
     device = device_of(backend)
@@ -186,7 +186,7 @@ def assert_routes_like_the_model(family: Family, backend: str) -> None:
     r = layer(logits, **inputs, **learned)
     assert layer.backend == backend
     indices = r.indices.cpu()
-    dense = by_expert(r.weights.cpu(), indices, router.num_experts)
+    dense = by_expert(r.weights.cpu(), indices, router.columns)
     picked = torch.zeros_like(wanted.picked).scatter(-1, indices.long(), True)
 
     # Where rounding decides, both choices are right; those rows, and only those, are left out.

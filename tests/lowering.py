@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import moesaic as mo
 from moesaic.ir.core import Constant, Function
-from moesaic.ir.ops.kernel import RowProgram, is_column_value
+from moesaic.ir.ops.kernel import ColFinish, Ticket, is_column_value
 from moesaic.ir.ops.launch import Alloc, Kernel
 from moesaic.ir.verifier import verify_module
 from moesaic.passes.instruments import VerifyEach
@@ -65,7 +65,7 @@ def evaluate(function, inputs):
             if op.space == "workspace":
                 homes[op.buffer] = op.slot
         elif isinstance(op, Kernel):
-            computed = _region(op.region, [read(v) for v in op.operands[: op.reads]])
+            computed = _region(op.region, [read(v) for v in op.operands[: op.reads]], op.partials)
             for buffer, tensor in zip(op.written, computed, strict=True):
                 if buffer in homes:
                     slots[homes[buffer]] = (buffer, tensor)
@@ -73,34 +73,41 @@ def evaluate(function, inputs):
                     values[buffer] = tensor
             for buffer in op.written:
                 read(buffer)  # two results of one kernel must not share a place
-        elif isinstance(op, RowProgram):
-            values.update(zip(op.results, _region(op.region, [read(v) for v in op.operands]), strict=True))
         else:
-            values[op.result] = op.reference(reference.TorchArrays(), *(read(v) for v in op.operands))
+            partials = op.partials if isinstance(op, ColFinish) else 0
+            computed = _region(op.region, [read(v) for v in op.operands], partials)
+            values.update(zip(op.results, computed, strict=True))
     return [read(v) for v in function.returned]
 
 
-def _region(region, operands):
-    if region.ops[0].name.startswith("kernel."):
-        [finish] = region.ops[:-1]
-        return [finish.reference(reference.TorchArrays(), *operands)]
+def _region(region, operands, partials=0):
+    """Results of a region; the first operands may be partial rows, whose sums it is about."""
     copy = region.clone()
     for i, argument in enumerate(copy.arguments):
         argument.name = f"a{i}"
+    for ticket in [op for op in copy.ops if isinstance(op, Ticket)]:
+        copy.replace({ticket.result: Constant(0.0)})
+        copy.ops.remove(ticket)
     function = Function("region", copy)
-    tokens = max((x.shape[0] for a, x in zip(copy.arguments, operands, strict=True) if a.type.rank == 2), default=0)
+    operands = [x.sum(0, dtype=x.dtype) if i < partials else x for i, x in enumerate(operands)]
+    tokens = max(
+        (x.shape[0] for a, x in zip(copy.arguments, operands, strict=True) if a.type.leading == "T"), default=0
+    )
     if not any(is_column_value(v) for v in copy.terminator.operands):
         return reference.evaluate(function, {f"a{i}": x for i, x in enumerate(operands)})
     parts = []
     for rows in (slice(0, tokens // 2), slice(tokens // 2, tokens)):
         part = {
-            f"a{i}": x[rows] if a.type.rank == 2 else x
+            f"a{i}": x[rows] if a.type.leading == "T" else x
             for i, (a, x) in enumerate(zip(copy.arguments, operands, strict=True))
         }
         parts.append(reference.evaluate(function, part))
     joined = []
     for value, first, second in zip(copy.terminator.operands, *parts, strict=True):
-        joined.append(torch.stack([first, second]) if is_column_value(value) else torch.cat([first, second]))
+        if is_column_value(value):
+            joined.append(torch.stack([first, second]))
+        else:
+            joined.append(torch.cat([first, second]) if value.type.leading == "T" else first)
     return joined
 
 
@@ -114,7 +121,7 @@ SCORES = {
     "clamped silu": lambda x: mo.math.clamp(mo.math.silu(x), min=0.0, max=1.5) + 0.125,
     "shifted sigmoid": lambda x: mo.math.sigmoid(x - 0.25) * 2.0,
 }
-OUTPUTS = ["weights", "indices", "counts", "probs", "map"]
+OUTPUTS = ["weights", "indices", "counts", "probs", "map", "bitmap", "scores", "logsumexp"]
 
 
 @st.composite
@@ -129,7 +136,12 @@ def router_options(draw):
         "order": draw(st.sampled_from(["score_then_topk", "topk_then_score"])),
         "selection_bias": draw(st.booleans()),
         "gate_bias": draw(st.booleans()),
-        "renormalize": draw(st.sampled_from([False, True, mo.norm.sum(eps=0.25), mo.norm.sum(eps=1e-20, min=1.0)])),
+        "renormalize": draw(
+            st.sampled_from(
+                [False, True, mo.norm.sum(eps=0.25), mo.norm.sum(eps=1e-20, min=1.0), mo.norm.lp(2), mo.norm.lp(3.5)]
+            )
+        ),
+        "indices_dtype": draw(st.sampled_from(["int16", "int32", "int64"])),
         "scale": draw(st.sampled_from([1.0, 2.5])),
         "outputs": tuple(draw(st.lists(st.sampled_from(OUTPUTS), min_size=1, unique=True))),
         "rank": draw(st.sampled_from(["auto", "score"])),

@@ -47,6 +47,20 @@ TIE = 1e-6
 """Two experts may change places if what they are ranked by differs by less: such values lie within 5 of zero in tests,
 where two float32 ways to one sum differ by a few units in the last place (5e-7)."""
 
+SENT = 2.0**-22
+"""Of the largest cotangent of a row: a gradient subtracts their weighted mean from one of them, two roundings of sums
+of as many terms as there are picks. Where a weight is near 1, that difference is near 0."""
+
+ULPS = 4 * 2.0**-23
+"""Four units in the last place, of the largest weight of a row: scores are as exact as one or two, a quotient adds two
+units, a sum of up to K terms and a factor the rest."""
+
+DEPTH = 2.0**-23
+"""Of an exponential e^-d, times d: the exponent is rounded when it is subtracted, and when its base becomes 2."""
+
+UNDECIDED = 2.0**-21
+"""Of the values compared and the scores in them: two float32 ways to one score plus a bias differ by less."""
+
 DIGITS = 5e-5
 """Of the largest value, for numbers written down with five digits after the point, the largest of them above 0.1."""
 
@@ -110,13 +124,14 @@ def run(
 
     Args:
         layer: the compiled layer.
-        logits, inputs: used where and as they lie in memory; all but `bias` get a gradient.
+        logits, inputs: used where and as they lie in memory; all floats but `bias` get a gradient.
         seed: of the cotangents.
         storage: type that the cotangent of an output is rounded to, so that a float64 run gets what the other got.
         backward: False runs forward alone, without grad.
     """
     leaves = {"logits": logits, **inputs}
-    leaves = {n: t.detach().requires_grad_(backward and n != "bias") for n, t in leaves.items()}
+    learned = {n: backward and t.is_floating_point() and n != "bias" for n, t in leaves.items()}
+    leaves = {n: t.detach().requires_grad_(learned[n]) for n, t in leaves.items()}
     with torch.set_grad_enabled(backward):
         result = layer(leaves["logits"], **{n: t for n, t in leaves.items() if n != "logits"})
     outputs = result._asdict()

@@ -54,7 +54,7 @@ BAD = [
     ({"group_score": "mex"}, "unknown group_score 'mex'; did you mean 'max'?"),
     ({"group_score": "sum_top0"}, "sum_top: n must be an integer >= 1, found 0"),
     ({"group_score": 2}, "group_score must be 'max', 'sum_top2' or sum_top(n), found 2"),
-    ({"renormalize": "sum"}, "renormalize must be True, False or norm.sum(...), found 'sum'"),
+    ({"renormalize": "sum"}, "renormalize must be True, False, norm.sum(...) or norm.lp(p), found 'sum'"),
     ({"renorm_eps": 1e-20}, "renorm_eps goes with renormalize=True"),
     ({"renorm_eps": -1.0, "renormalize": True}, "norm.sum: eps must be a finite number >= 0, found -1.0"),
     ({"renorm_eps": "tiny", "renormalize": True}, "norm.sum: eps must be a finite number >= 0, found 'tiny'"),

@@ -5,13 +5,13 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import shutil
 import struct
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import fake_driver as fake_driver_library
 import pytest
 
 from moesaic.codegen import nvrtc
@@ -138,35 +138,11 @@ KINDS = ["ptr", "i32", "f32"]
 
 @pytest.fixture(scope="session")
 def fake_driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    compiler = shutil.which("gcc") or shutil.which("g++") or shutil.which("cc")
-    if compiler is None or sys.platform != "linux":
-        pytest.skip("needs a C compiler and Linux")
-    folder = tmp_path_factory.mktemp("fake_driver")
-    source = Path(__file__).with_name("fake_driver.c")
-    library = folder / "libcuda.so.1"
-    subprocess.run(
-        [
-            compiler,
-            "-D_GNU_SOURCE",
-            "-x",
-            "c",
-            source,
-            "-shared",
-            "-fPIC",
-            "-Wl,-soname,libcuda.so.1",
-            "-ldl",
-            "-o",
-            library,
-        ],
-        check=True,
-    )
-    return folder
+    return fake_driver_library.build(tmp_path_factory.mktemp("fake_driver"))
 
 
 def _with_fake(folder: Path, code: str) -> Any:
-    # In front of, not instead of: the interpreter itself may need what is there.
-    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("LD_LIBRARY_PATH")]))
-    return json.loads(_run(f"{_SETUP}\n{code}", LD_LIBRARY_PATH=path).splitlines()[-1])
+    return json.loads(_run(f"{_SETUP}\n{code}", **fake_driver_library.environment(folder)).splitlines()[-1])
 
 
 def test_devices(fake_driver: Path) -> None:

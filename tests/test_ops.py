@@ -11,6 +11,7 @@ import pytest
 
 from moesaic.ir import core
 from moesaic.ir.builder import Builder
+from moesaic.ir.diagnostics import DiagnosticError
 from moesaic.passes.differentiate import derive
 
 torch = pytest.importorskip("torch")
@@ -39,7 +40,14 @@ def function(op, *operands, attributes=None):
 
 
 def type_of(x):
-    names = {torch.int32: "i32", torch.bool: "i1", torch.uint8: "u8", torch.float64: "f64"}
+    names = {
+        torch.int16: "i16",
+        torch.int32: "i32",
+        torch.int64: "i64",
+        torch.bool: "i1",
+        torch.uint8: "u8",
+        torch.float64: "f64",
+    }
     shape = "".join(f"{'T' if i == 0 and x.ndim == 2 else n}x" for i, n in enumerate(x.shape))
     return f"tensor<{shape}{names[x.dtype]}>"
 
@@ -109,6 +117,8 @@ def gelu_tanh(x):
 ANY, POSITIVE, ABOVE_MINUS_ONE = (-5.0, 5.0), (0.05, 5.0), (-0.9, 5.0)
 UNARY = {
     "math.neg": (torch.neg, ANY),
+    "math.abs": (torch.abs, ANY),
+    "math.pow": (lambda x: x**2.5, POSITIVE),
     "math.exp": (torch.exp, ANY),
     "math.log": (torch.log, POSITIVE),
     "math.log1p": (torch.log1p, ABOVE_MINUS_ONE),
@@ -134,19 +144,21 @@ BINARY = {
     "math.less": torch.lt,
     "math.equal": torch.eq,
 }
-ATTRIBUTES = {"math.clamp": {"min": -1.25, "max": 2.5}, "math.cast": {"dtype": "f64"}}
+ATTRIBUTES = {"math.pow": {"exponent": 2.5}, "math.clamp": {"min": -1.25, "max": 2.5}, "math.cast": {"dtype": "f64"}}
 # Ops with tests of their own further down.
 OTHERS = {
     "math.select",
     "math.broadcast",
-    *("row.sum", "row.max", "row.softmax", "row.logsumexp", "row.normalize"),
-    *("row.topk", "row.group_limit", "row.gather", "row.scatter", "row.membership"),
-    *("col.sum", "col.count", "kernel.col_finish"),
+    *("row.sum", "row.max", "row.softmax", "row.logsumexp", "row.normalize", "row.lp_normalize"),
+    *("row.topk", "row.given", "row.group_limit", "row.gather", "row.scatter", "row.membership", "row.bitmap"),
+    *("row.squeeze", "row.unsqueeze"),
+    *("col.sum", "col.count", "col.rows", "col.spread", "col.total", "math.and"),
+    *("moe.load_balance_loss", "moe.z_loss", "moe.entropy_loss"),
 }
 
 
 def test_every_op_has_a_test_here():
-    computed = {n for n in core.OPS if n.startswith(("math.", "row.", "col."))} | {"kernel.col_finish"}
+    computed = {n for n in core.OPS if n.startswith(("math.", "row.", "col.", "moe."))}
     missing = computed - set(UNARY) - set(BINARY) - OTHERS
     assert not missing, f"give {sorted(missing)} an oracle in tests/test_ops.py"
     assert not (set(UNARY) | set(BINARY) | OTHERS) - computed
@@ -415,6 +427,36 @@ def test_normalize_of_a_tiny_sum():
     torch.testing.assert_close(ours[0], tensor([[0.1875, -0.0625]]), **GRADIENT)
 
 
+@pytest.mark.parametrize("p", [1.0, 1.5, 2.0, 3.0, INF])
+def test_lp_normalize(p):
+    def oracle(x):
+        return safe_div(x, torch.linalg.vector_norm(x, p, dim=1, keepdim=True).expand_as(x))
+
+    x = uniform((5, 7), -1.0, 1.0)
+    x[1] = 0.0
+    x[2] *= 1e-30
+    x[3, 3] = 0.0
+    close = {**VALUE, "rtol": 1e-12}  # a power and its root
+    torch.testing.assert_close(run("row.lp_normalize", x, p=p), oracle(x), **close)
+    check_gradient("row.lp_normalize", oracle, x[[0, 3, 4]], p=p)
+    special = tensor([[0.0, -0.0], [1e-40, 0.0], [NAN, 1.0], [3.0, -4.0]])
+    torch.testing.assert_close(run("row.lp_normalize", special, p=p), oracle(special), **close)
+    assert run("row.lp_normalize", special, p=p)[:2].tolist() == [[0.0, 0.0]] * 2
+    _, ours = gradients("row.lp_normalize", special[:1], p=p)
+    assert ours[0].tolist() == [[0.0, 0.0]]
+
+
+@pytest.mark.parametrize("p", [1.0, 2.0, 7.0, INF])
+def test_the_lp_rule_and_its_decomposition_neither_overflow_nor_underflow(p):
+    """Powers are taken relative to the largest, and the norm is divided by twice, never by its power."""
+    for unit in (1e-37, 1e30):
+        x = tensor([[3.0, 4.0, 0.0]]) * unit
+        small, _ = gradients("row.lp_normalize", x, p=p)
+        _, ours = gradients("row.lp_normalize", x, cotangents=small, p=p)
+        _, wanted = gradients("row.lp_normalize", x / unit, cotangents=small, p=p)
+        torch.testing.assert_close(ours[0] * unit, wanted[0], **GRADIENT)
+
+
 @pytest.mark.parametrize("k", [1, 2, 3, 5])
 def test_topk_order(k):
     values, indices = run("row.topk", ROWS, k=k)
@@ -442,9 +484,13 @@ def test_topk_of_many_ties():
         assert indices.tolist() == [order_of(r)[:k] for r in rows.tolist()]
         _, indices = run("row.topk", rows, allowed, k=k)
         for row, may, found in zip(rows.tolist(), allowed.tolist(), indices.tolist(), strict=True):
-            n = min(k, sum(may))  # with fewer allowed than k the rest is only promised to be distinct
+            n = min(k, sum(may))  # with fewer allowed than k there are no more
             assert found[:n] == order_of(row, may)[:n]
-            assert len(set(found)) == k and set(found) <= set(range(13))
+            assert found[n:] == [-1] * (k - n)
+    one = torch.rand(211, 1, generator=generator) < 0.5
+    values, indices = run("row.topk", rows, one, k=4)
+    assert (indices[~one[:, 0]] == -1).all() and (values[~one[:, 0]] == 0).all()
+    assert indices[one[:, 0]].tolist() == [order_of(r)[:4] for r in rows[one[:, 0]].tolist()]
 
 
 def test_topk_gradient():
@@ -533,6 +579,71 @@ def test_gather_and_scatter(k, experts):
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.int64])
+def test_given_picks(dtype):
+    """What lies outside becomes -1, which reads 0 and writes nothing; an expert picked twice adds up."""
+    rows = [[0, 6, 0], [3, -1, 3], [7, -7, 2], [-1, -1, -1]]
+    far = 2**32 + 1 if dtype == torch.int64 else 32767
+    here = run("row.given", tensor([*rows, [far, 5, -32768]], dtype), size=7)
+    assert here.dtype == torch.int32
+    assert here.tolist() == [[0, 6, 0], [3, -1, 3], [-1, -1, 2], [-1, -1, -1], [-1, 5, -1]]
+    x, v, p = uniform((5, 7), -1, 1, 1), uniform((7,), -1, 1, 2), uniform((5, 3), -1, 1, 3)
+    assert run("row.gather", x, here).tolist() == [
+        [x[t, e].item() if e >= 0 else 0.0 for e in row] for t, row in enumerate(here.tolist())
+    ]
+    assert run("row.gather", v, here)[4].tolist() == [0.0, v[5].item(), 0.0]
+    dense, seen, counts = torch.zeros(5, 7, dtype=F64), torch.zeros(5, 7, dtype=torch.uint8), [0] * 7
+    for t, row in enumerate(here.tolist()):
+        for k, e in enumerate(row):
+            if e >= 0:
+                dense[t, e] += p[t, k]
+                seen[t, e] = 1
+                counts[e] += 1
+    torch.testing.assert_close(run("row.scatter", p, here, size=7), dense, **VALUE)
+    assert torch.equal(run("row.membership", here, size=7), seen)
+    assert run("col.count", here, size=7).tolist() == counts
+    place = here.clamp(min=0).long()
+    away = here < 0
+    check_gradient("row.gather", lambda x, i: x.gather(1, place).masked_fill(away, 0.0), x, here)
+    check_gradient("row.gather", lambda v, i: v[place].masked_fill(away, 0.0), v, here)
+    scattered = torch.zeros(5, 7, dtype=F64)
+    check_gradient(
+        "row.scatter", lambda p, i: scattered.scatter_add(1, place, p.masked_fill(away, 0.0)), p, here, size=7
+    )
+
+
+@pytest.mark.parametrize("experts", [1, 7, 8, 9, 130])
+def test_bitmap(experts):
+    i = picks(5, min(experts, 4), experts)
+    found = run("row.bitmap", i, size=experts)
+    assert found.dtype == torch.uint8
+    wanted = [
+        [sum(2 ** (e - 8 * byte) for e in set(row) if 8 * byte <= e < 8 * byte + 8) for byte in range(-(-experts // 8))]
+        for row in i.tolist()
+    ]
+    assert found.tolist() == wanted
+    assert gradients("row.bitmap", i, size=experts) == ({}, {})
+
+
+def test_one_number_a_token():
+    x = uniform((5, 1), -1, 1)
+    assert run("row.squeeze", x).tolist() == x.flatten().tolist()
+    check_gradient("row.squeeze", lambda x: x[:, 0], x)
+    b = Builder("f")
+    lifted = b.op("row.unsqueeze", b.input("x", "tensor<Txf64>"))
+    b.build(y=lifted)
+    assert str(lifted.type) == "tensor<Tx1xf64>"
+
+
+def test_picks_have_to_fit():
+    b = Builder("f")
+    x, i = b.input("x", "tensor<Tx7xf32>"), b.input("i", "tensor<Tx2xi64>")
+    given = b.op("row.given", i, size=8)
+    b.op("row.gather", x, given)
+    with pytest.raises(DiagnosticError, match=r"row.gather: these picks are among 8 experts, which do not fit into 7"):
+        b.build(y=x)
+
+
 # Columns --------------------------------------------------------------------------------------------------------------
 
 
@@ -540,13 +651,98 @@ def test_column_sums_and_counts():
     x = uniform((11, 7), -1, 1)
     torch.testing.assert_close(run("col.sum", x), x.sum(0), **VALUE)
     check_gradient("col.sum", lambda x: x.sum(0), x)
-    torch.testing.assert_close(run("kernel.col_finish", x), x.sum(0), **VALUE)
     i = picks(11, 3, 7)
     counts = run("col.count", i, size=7)
     assert counts.dtype == torch.int32
     assert counts.tolist() == [sum(row.count(e) for row in i.tolist()) for e in range(7)] and counts.sum() == 33
     assert gradients("col.count", i, size=7) == ({}, {})
     assert run("col.count", tensor([[1], [1], [1]], torch.int32), size=2).tolist() == [0, 3]
+
+
+def test_totals_and_rows():
+    for x in (uniform((7,), -1, 1), uniform((3, 7), -1, 1)):
+        f = function("col.total", f"tensor<{'Nx' if x.ndim == 2 else ''}7xf64>")
+        torch.testing.assert_close(reference.evaluate(f, {"x0": x})[0], x.sum(), **VALUE)
+        dx = reference.evaluate(derive(f), {"x0": x, "d_y0": tensor(2.5)})
+        torch.testing.assert_close(dx[0], torch.full_like(x, 2.5), **VALUE)
+    assert run("col.rows", uniform((11, 7), 0, 1)).tolist() == 11.0
+
+
+def sequences_of(x, order, n):
+    """[n, S, E] of rows [n * S, E]."""
+    return x.view(n, -1, x.shape[-1]) if order == "batch_first" else x.view(-1, n, x.shape[-1]).transpose(0, 1)
+
+
+@pytest.mark.parametrize("order", ["batch_first", "sequence_first"])
+def test_sums_by_sequence(order):
+    x, d = uniform((12, 7), -1, 1), uniform((3, 7), -1, 1, seed=5)
+    b = Builder("f")
+    rows, carrier = b.input("x", "tensor<Tx7xf64>"), b.input("n", "tensor<Nx0xf32>")
+    i = b.input("i", "tensor<Tx2xi32>")
+    counts = b.op("col.count", b.op("row.given", i, size=7), carrier, size=7, segments=order)
+    f = b.build(s=b.op("col.sum", rows, carrier, segments=order), c=counts).entry
+    given = {"x": x, "n": torch.empty(3, 0), "i": picks(12, 2, 7)}
+    sums, counted = reference.evaluate(f, given)
+    torch.testing.assert_close(sums, sequences_of(x, order, 3).sum(1), **VALUE)
+    of = sequences_of(given["i"], order, 3)
+    assert counted.tolist() == [[int((s == e).sum()) for e in range(7)] for s in of]
+    backward = derive(f)
+    assert any(op.name == "col.spread" for op in backward.body.ops)
+    dx = reference.evaluate(backward, {a.name: {**given, "d_s": d}[a.name] for a in backward.arguments})[0]
+    leaf = x.clone().requires_grad_()
+    sequences_of(leaf, order, 3).sum(1).backward(d)
+    torch.testing.assert_close(dx, leaf.grad, **GRADIENT)
+
+
+def test_flags_are_joined():
+    a, b = torch.rand(11, 7) < 0.5, torch.rand(11, 1) < 0.5
+    assert torch.equal(run("math.and", a, b), a & b)
+
+
+def normalized(tokens, experts, seed=3):
+    return torch.softmax(uniform((tokens, experts), -2, 2, seed), -1)
+
+
+@pytest.mark.parametrize("order", ["", "batch_first", "sequence_first"])
+def test_load_balance_loss(order):
+    s, n = normalized(12, 7), 3 if order else 1
+    b = Builder("f")
+    rows = b.input("s", "tensor<Tx7xf64>")
+    counts = b.input("c", "tensor<Nx7xi32>" if order else "tensor<7xi32>")
+    number = b.input("t", "tensor<Nx1xf64>" if order else "tensor<f64>")
+    by = (b.input("n", "tensor<Nx0xf32>"),) if order else ()
+    loss = b.op("moe.load_balance_loss", rows, counts, number, *by, coef=0.5, top_k=2, segments=order or None)
+    f = b.build(loss=loss).entry
+    c = torch.randint(0, 9, (n, 7), dtype=torch.int32, generator=torch.Generator().manual_seed(2))
+    t = tensor([[4.0], [3.0], [0.0]])[:n] if order else tensor(11.0)
+    each = sequences_of(s, order or "batch_first", n).sum(1) * c
+    factor = 0.5 * 7 / 2
+    if order:
+        expected = factor * (each.sum(-1) / t[:, 0] ** 2)[:2].sum() / 3  # the third has no token that counts
+    else:
+        expected = factor * each.sum() / 11**2
+    given = {"s": s, "c": c if order else c[0], "t": t, "n": torch.empty(n, 0)}
+    torch.testing.assert_close(
+        reference.evaluate(f, {a.name: given[a.name] for a in f.arguments})[0], expected, **VALUE
+    )
+
+
+def test_z_and_entropy_losses():
+    z = torch.cat([uniform((11, 1), -3, 3), tensor([[-INF]])])
+    t = tensor(12.0)
+    b = Builder("f")
+    f = b.build(y=b.op("moe.z_loss", b.input("z", "tensor<Tx1xf64>"), b.input("t", "tensor<f64>"), coef=0.25)).entry
+    found = reference.evaluate(f, {"z": z, "t": t})[0]
+    torch.testing.assert_close(found, 0.25 * (z[:11] ** 2).sum() / 12, **VALUE)
+    s = normalized(12, 7)
+    s[3] = tensor([1.0, 0, 0, 0, 0, 0, 0])
+    b = Builder("f")
+    f = b.build(
+        y=b.op("moe.entropy_loss", b.input("s", "tensor<Tx7xf64>"), b.input("t", "tensor<f64>"), coef=3.0)
+    ).entry
+    found = reference.evaluate(f, {"s": s, "t": t})[0]
+    torch.testing.assert_close(found, 3 * torch.special.entr(s).sum() / 12, rtol=1e-12, atol=0.0)
+    assert reference.evaluate(f, {"s": s[:0], "t": tensor(0.0)})[0] == 0
 
 
 def test_no_tokens():

@@ -101,6 +101,7 @@ def shipped() -> set[Path]:
     for folder in ("ir", "passes", "codegen", "runtime"):
         wanted |= sources(folder, ".py")
     wanted |= sources("templates", ".py", ".j2", ".cuh")
+    wanted |= sources("runtime/launcher", ".cpp")
     return wanted | sources("runtime/emulator/include") | sources("runtime/emulator/src")
 
 

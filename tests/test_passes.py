@@ -249,8 +249,12 @@ def test_dce_shrinks_kernels():
             %s = col.sum %t
             yield %e, %t, %s
           }
-          %fin = kernel.col_finish %r
-          %unused = kernel.col_finish %q
+          %fin = kernel.col_finish %r {partials = 1} (%r: tensor<5xf32>) {
+            yield %r
+          }
+          %unused = kernel.col_finish %r {partials = 1} (%r: tensor<5xf32>) {
+            yield %r
+          }
           return %q, %fin
         }
         """
@@ -265,7 +269,9 @@ def test_dce_shrinks_kernels():
         CHECK-NEXT: %s = col.sum %t
         CHECK-NEXT: yield %t, %s
         CHECK-NEXT: } : tensor<Tx5xf32>, tensor<Bx5xf32>
-        CHECK-NEXT: %fin = kernel.col_finish %r
+        CHECK-NEXT: %fin = kernel.col_finish %r {partials = 1} (%r: tensor<5xf32>) {
+        CHECK-NEXT: yield %r
+        CHECK-NEXT: } : tensor<5xf32>
         CHECK-NEXT: return %q, %fin
         """,
     )
@@ -330,7 +336,7 @@ def test_a_value_returned_twice_adds_up():
     )
 
 
-@pytest.mark.parametrize("type", ["tensor<1xf32>", "tensor<f32>", "tensor<1x5xf32>"])
+@pytest.mark.parametrize("type", ["tensor<1xf32>", "tensor<1x5xf32>"])
 def test_gradients_of_other_repetitions_are_refused(type):
     b = Builder("f")
     x, s = b.input("x", "tensor<Tx5xf32>"), b.input("s", type)
@@ -444,6 +450,17 @@ SINKS = {
 }
 
 
+SINKS["given picks"] = (
+    "%here = row.given %i {size = 5}\n%s = math.sigmoid %x\n%g = row.gather %s, %here\n%y = row.scatter %g, %here {size = 5}",
+    """
+    CHECK: [[X:%.+]] = row.gather %x, %here
+    CHECK: [[S:%.+]] = math.sigmoid [[X]]
+    CHECK: [[A:%.+]] = math.less %here, 0.0 : tensor<Tx2xi1>
+    CHECK: %g = math.select [[A]], 0.0, [[S]] : tensor<Tx2xf32>
+    CHECK: %y = row.scatter %g, %here {size = 5}
+    """,
+)
+
 SINKS["a broadcast scattered"] = (
     (
         "%m = row.sum %p\n%g = row.gather %v, %i\n%b = math.broadcast %m, %g\n%w = math.mul %g, %b\n"
@@ -502,7 +519,9 @@ def test_fuse():
         CHECK: %counts = col.count %indices {size = 5} : tensor<5xi32>
         CHECK-NEXT: yield {{%.+}}, %indices, %counts
         CHECK-NEXT: } : tensor<Tx2xf32>, tensor<Tx2xi32>, tensor<Bx5xi32>
-        CHECK-NEXT: %counts = kernel.col_finish %counts_partial : tensor<5xi32>
+        CHECK-NEXT: %counts = kernel.col_finish %counts_partial {partials = 1} (%counts: tensor<5xi32>) {
+        CHECK-NEXT: yield %counts
+        CHECK-NEXT: } : tensor<5xi32>
         CHECK-NEXT: return {{%.+}}, %indices, %counts
         """.replace("%weights, %indices", "{{%.+}}, %indices"),
     )
@@ -532,6 +551,60 @@ def test_a_column_sum_cannot_be_used_in_its_own_pass():
         DiagnosticError, match=r"<text>:3:8: error: math\.mul: uses a sum over tokens within the same pass"
     ):
         run("fuse-score-topk", m)
+
+
+def test_what_follows_sums_is_computed_by_the_last_block():
+    m, _ = lower(module("%s = col.sum %x\n%y = math.exp %s\n%t = col.total %y", s="s", t="t"), "fuse-score-topk")
+    file_check(
+        m,
+        """
+        CHECK: %s_partial, %ticket = kernel.row_program %x {blocks = B} (%x: tensor<Tx5xf32>) {
+        CHECK-NEXT: %s = col.sum %x
+        CHECK-NEXT: [[ZERO:%.+]] = kernel.ticket : tensor<i32>
+        CHECK-NEXT: yield %s, [[ZERO]]
+        CHECK-NEXT: } : tensor<Bx5xf32>, tensor<i32>
+        CHECK-NEXT: %s, %t = kernel.col_finish %s_partial, %ticket {partials = 1} (%s: tensor<5xf32>, %ticket: tensor<i32>) {
+        CHECK-NEXT: %y = math.exp %s
+        CHECK-NEXT: %t = col.total %y
+        CHECK-NEXT: yield %s, %t
+        CHECK-NEXT: } : tensor<5xf32>, tensor<f32>
+        CHECK-NEXT: return %s, %t
+        """,
+    )
+
+
+# lower-aux-loss -------------------------------------------------------------------------------------------------------
+
+
+def test_losses_become_sums():
+    router = mo.Router(num_experts=5, top_k=2, losses={"balance": mo.LoadBalance(coef=0.5)}, outputs=("indices",))
+    m, _ = lower(router.module(), "lower-aux-loss")
+    file_check(
+        m,
+        """
+        CHECK: %scores = row.softmax %logits
+        CHECK: [[COUNTS:%.+]] = col.count %indices {size = 5} : tensor<5xi32>
+        CHECK: [[T:%.+]] = col.rows %logits : tensor<f32>
+        CHECK-NEXT: %score_sums = col.sum %scores : tensor<5xf32>
+        CHECK-NEXT: [[SHARE:%.+]] = math.mul [[COUNTS]], %score_sums
+        CHECK-NEXT: [[TOTAL:%.+]] = col.total [[SHARE]] : tensor<f32>
+        CHECK-NEXT: [[ONCE:%.+]] = math.safe_div [[TOTAL]], [[T]]
+        CHECK-NEXT: [[TWICE:%.+]] = math.safe_div [[ONCE]], [[T]]
+        CHECK-NEXT: %loss_balance = math.mul [[TWICE]], 1.25
+        CHECK-NEXT: return %indices, %loss_balance
+        """,
+    )
+    with pytest.raises(DiagnosticError, match=r"moe\.load_balance_loss: is differentiated after lower-aux-loss"):
+        run("differentiate", router.module())
+
+
+def test_sums_over_tokens_are_handed_to_backward():
+    router = mo.Router(num_experts=5, top_k=2, losses={"balance": mo.LoadBalance()}, outputs=("indices",))
+    m, _ = lower(router.module(), "lower-aux-loss,cse,dce,differentiate")
+    forward, backward = m.functions
+    assert forward.result_names[:2] == ["indices", "loss_balance"] and len(forward.result_names) == 3
+    assert [a.name for a in backward.arguments] == ["logits", "d_loss_balance", forward.result_names[2]]
+    assert not any(op.name in ("col.count", "col.sum") for op in backward.body.ops), "backward recomputes a sum"
 
 
 # choose-saved ---------------------------------------------------------------------------------------------------------
@@ -601,7 +674,7 @@ def test_plan():
         CHECK-NEXT: launch.kernel %logits, %indices, %counts_partial {blocks = B, reads = 1, symbol = route_rows, template = row_program} (%logits: tensor<Tx5xf32>) {
         CHECK: yield %indices, %counts
         CHECK: %counts = launch.alloc {space = result, type = "tensor<5xi32>"}
-        CHECK-NEXT: launch.kernel %counts_partial, %counts {reads = 1, symbol = route_counts_finish, template = col_finish}
+        CHECK-NEXT: launch.kernel %counts_partial, %counts {partials = 1, reads = 1, symbol = route_finish, template = col_finish}
         CHECK: return %indices, %counts
         """,
     )
@@ -746,7 +819,12 @@ def test_limits_of_specialize():
     ("experts", "picks", "dtype", "lanes", "vec", "select"),
     [
         (512, 10, "bf16", 16, 8, "merge"),
-        (896, 16, "bf16", 32, 4, "radix"),
+        (896, 16, "bf16", 32, 4, "merge"),
+        (896, 16, "f32", 32, 4, "radix"),
+        (512, 16, "f32", 32, 4, "merge"),
+        (512, 17, "bf16", 32, 8, "radix"),
+        (256, 17, "bf16", 8, 8, "rounds"),
+        (256, 17, "f32", 32, 4, "radix"),
         (256, 64, "bf16", 32, 8, "radix"),
         (128, 64, "bf16", 8, 8, "sort"),
         (1025, 2, "bf16", 64, 1, "rounds"),

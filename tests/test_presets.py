@@ -8,8 +8,10 @@ made and its own routing is called.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import importlib.util
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +26,7 @@ from families import (
     read_llama4,
     rows_that_a_bias_changes,
 )
-from routing import COMPILED, EXACT, assert_close, by_expert
+from routing import BACKENDS, COMPILED, EXACT, GRADIENT, assert_close, by_expert, cotangent, device_of
 from torch.nn.functional import linear
 
 import moesaic as mo
@@ -65,6 +67,11 @@ def sorted_by_expert(module: Any, hidden: torch.Tensor, bias: torch.Tensor | Non
 
 def routed_by_the_block(module: Any, hidden: torch.Tensor, bias: torch.Tensor | None) -> Read:
     indices, weights = module.route_tokens_to_experts(hidden, module.router(hidden))
+    return weights, indices
+
+
+def routed_by_the_feed_forward(module: Any, hidden: torch.Tensor, bias: torch.Tensor | None) -> Read:
+    weights, indices = module.route_tokens_to_experts(module.router(hidden))
     return weights, indices
 
 
@@ -109,6 +116,13 @@ BY_MAXIMUM = {
     },
     "overrides": {"top_k": 6, **FOUR_GROUPS, "group_score": "max", "scale": 16.0},
 }
+NARROW = {"ffn_hidden_size": 8}
+DBRX = {
+    "config": "DbrxFFNConfig",
+    "module": "DbrxFFN",
+    "read": routed_by_the_feed_forward,
+    "arguments": lambda config: (SimpleNamespace(ffn_config=config),),
+}
 SMALL_EXPERTS = {"intermediate_size": 8}  # they are made with the router and not used
 
 # A case is named by its family, or by the family and what differs from its defaults.
@@ -131,6 +145,20 @@ CASES = {
         "Cohere2MoeTopKRouter",
         {"expert_selection_fn": "sigmoid", "norm_topk_prob": False},
         {"score": "sigmoid"},
+    ),
+    # Of one pick, as its configuration has it, the weight is 1 if it is divided, and no gradient reaches the router.
+    "dbrx": family("dbrx", options={**NARROW, "moe_top_k": 2}, overrides={"top_k": 2}, **DBRX),
+    "dbrx/square": family(
+        "dbrx",
+        options={**NARROW, "moe_num_experts": 12, "moe_top_k": 3, "moe_normalize_expert_weights": 2.0},
+        overrides={**TWELVE, "renormalize": mo.norm.lp(2)},
+        **DBRX,
+    ),
+    "dbrx/not-divided": family(
+        "dbrx",
+        options={**NARROW, "moe_normalize_expert_weights": None},
+        overrides={"renormalize": False},
+        **DBRX,
     ),
     "deepseek_ocr2": family(
         "deepseek_ocr2",
@@ -271,6 +299,7 @@ CASES = {
 
 # One for each feature that no example has: group maxima, expert scales, a cap, odd sizes, softmax in groups.
 COMPILED_CASES = (
+    "dbrx/square",
     "deepseek_v2/groups",
     "deepseek_v4",
     "flex_olmo",
@@ -293,6 +322,36 @@ def test_preset_routes_like_the_model(name: str) -> None:
 @pytest.mark.parametrize("name", COMPILED_CASES)
 def test_compiled_preset_routes_like_the_model(name: str, backend: str) -> None:
     assert_routes_like_the_model(CASES[name], backend)
+
+
+@needs_transformers
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_layers_that_take_experts_from_a_table(backend: str) -> None:
+    """deepseek_v4's hash layers: scores of the experts that a table has for each token id."""
+    modeling = importlib.import_module("transformers.models.deepseek_v4.modeling_deepseek_v4")
+    configuration = importlib.import_module("transformers.models.deepseek_v4.configuration_deepseek_v4")
+    config = configuration.DeepseekV4Config(hidden_size=HIDDEN, vocab_size=97)
+    module = modeling.DeepseekV4HashRouter(config)
+    random = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        module.weight.copy_(HIDDEN**-0.5 * torch.randn(module.weight.shape, generator=random))
+    # Some rows of the table name an expert twice.
+    module.tid2eid = torch.randint(0, 40, module.tid2eid.shape, generator=random)
+    hidden = torch.randn(3, 23, HIDDEN, generator=random)
+    ids = torch.randint(0, 97, (3, 23), generator=random)
+    logits, weights, indices = module(hidden, ids)
+
+    router = mo.Router.preset("deepseek_v4", selection="given", selection_bias=False, indices_dtype="int64")
+    device = device_of(backend)
+    given = logits.detach().reshape(3, 23, -1).to(device).requires_grad_()
+    r = mo.compile(router, backend=backend)(given, indices=module.tid2eid[ids].to(device))
+    assert torch.equal(r.indices.cpu().flatten(0, 1), indices)
+    assert torch.equal(r.counts.cpu(), torch.bincount(indices.flatten(), minlength=router.columns))
+    assert_close("weights", r.weights.flatten(0, 1), weights, EXACT)
+    sent = cotangent(weights, seed=9)
+    [wanted] = torch.autograd.grad(weights, logits, sent)
+    [found] = torch.autograd.grad(r.weights, given, sent.reshape(r.weights.shape).to(device))
+    assert_close("gradient of the logits", found.flatten(0, 1), wanted, GRADIENT)
 
 
 @needs_transformers
@@ -397,7 +456,7 @@ def test_errors() -> None:
         mo.Router.preset("deepseekv3")
     with pytest.raises(InputError, match="unknown preset 3; known: afmoe, aria, "):
         mo.Router.preset(3)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match=r"no arguments of Router express the router of 'dbrx': .*Lp norm"):
-        mo.Router.preset("dbrx")
+    with pytest.raises(InputError, match=r"no arguments of Router express the router of 'doge': .*half scores"):
+        mo.Router.preset("doge")
     with pytest.raises(InputTypeError, match="preset 'mixtral': Router has no argument 'topk'; did you mean 'top_k'"):
         mo.Router.preset("mixtral", topk=2)

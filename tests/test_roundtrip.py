@@ -42,6 +42,8 @@ EXAMPLES = {
     "math.less": "%y = math.less %x, %v : tensor<Tx6xi1>",
     "math.equal": "%y = math.equal %x, 1e-310 : tensor<Tx6xi1>",
     "math.select": "%c = math.less %x, 0.0 : tensor<Tx6xi1>\n  %y = math.select %c, %x, %v : tensor<Tx6xf32>",
+    "math.abs": "%y = math.abs %x : tensor<Tx6xf32>",
+    "math.pow": "%y = math.pow %x {exponent = 2.5} : tensor<Tx6xf32>",
     "math.neg": "%y = math.neg %x : tensor<Tx6xf32>",
     "math.exp": "%y = math.exp %x : tensor<Tx6xf32>",
     "math.exp_difference": "%y = math.exp_difference %x, 2.0 : tensor<Tx6xf32>",
@@ -62,6 +64,13 @@ EXAMPLES = {
     "row.softmax": "%y = row.softmax %x : tensor<Tx6xf32>",
     "row.logsumexp": "%y = row.logsumexp %x : tensor<Tx1xf32>",
     "row.normalize": "%y = row.normalize %p {eps = 1e-20, min = 0.5} : tensor<Tx2xf32>",
+    "row.lp_normalize": "%y = row.lp_normalize %p {p = inf} : tensor<Tx2xf32>",
+    "row.given": "%y = row.given %i {size = 6} : tensor<Tx2xi32>",
+    "row.squeeze": "%s = row.sum %x : tensor<Tx1xf32>\n  %y = row.squeeze %s : tensor<Txf32>",
+    "row.unsqueeze": (
+        "%s = row.sum %x : tensor<Tx1xf32>\n  %t = row.squeeze %s : tensor<Txf32>\n"
+        "  %y = row.unsqueeze %t : tensor<Tx1xf32>"
+    ),
     "row.topk": (
         "%a = row.group_limit %x {groups = 3, keep = 2} : tensor<Tx6xi1>\n"
         "  %y, %z = row.topk %x, %a {k = 2} : tensor<Tx2xf32>, tensor<Tx2xi32>"
@@ -70,6 +79,7 @@ EXAMPLES = {
     "row.gather": "%y = row.gather %v, %i : tensor<Tx2xf32>",
     "row.scatter": "%y = row.scatter %p, %i {size = 6} : tensor<Tx6xf32>",
     "row.membership": "%y = row.membership %i {size = 6} : tensor<Tx6xu8>",
+    "row.bitmap": "%y = row.bitmap %i {size = 6} : tensor<Tx1xu8>",
     "col.sum": "%y = col.sum %x : tensor<6xf32>",
     "col.count": "%y = col.count %i {size = 6} : tensor<6xi32>",
     "kernel.row_program": (

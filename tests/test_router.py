@@ -506,7 +506,7 @@ def test_float64_runs_on_the_reference_only() -> None:
         ({"groups": 4, "groups_kept": 1, "top_k": 3}, "top_k = 3 is more than the 2 experts of 1 groups kept"),
         ({"groups": 4, "groups_kept": 2, "group_score": "sum_top3"}, "sums the best 3 of a group, but a group holds 2"),
         ({"scale": INF}, "scale must be a finite number"),
-        ({"renormalize": "yes"}, "renormalize must be True, False or norm.sum"),
+        ({"renormalize": "yes"}, "renormalize must be True, False, norm.sum"),
         ({"renorm_eps": 1e-6}, "renorm_eps goes with renormalize=True"),
         ({"dtype": "int32"}, "dtype must be a float type"),
     ],

@@ -1,7 +1,8 @@
 """Routers of many sizes and every option, as generated code against torch in float64.
 
-The full product of sizes and options has millions of routers; these are drawn from it by seed, two or three for each
-number of experts, and a test makes sure that every choice of every option is among them.
+Sizes, scores and special values against each other are `test_router_matrix`'s; here it is what a declaration can say,
+and where logits lie in memory. The full product has millions of routers; these are drawn from it by seed, two or three
+for each number of experts, and a test makes sure that every choice of every option is among them.
 """
 
 from __future__ import annotations

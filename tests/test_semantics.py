@@ -104,14 +104,15 @@ def test_fused_kernels_and_launches_compute_the_same(module, seed, special, end)
 @settings(max_examples=80)
 @given(routers())
 def test_forward_saves_the_picks_and_nothing_else(module):
-    """As K indices or, where that is smaller, as a byte map. No float is ever saved, least of all [T, E] of them."""
+    """As K indices, in the type they go out in, or, where that is smaller, as a byte map. No float is ever saved, least
+    of all [T, E] of them."""
     before = module.entry.result_names[:]
     lowered, context = lower(module, FUSED)
     forward = lowered.entry
     assert forward.result_names[: len(before)] == before
     topk = next(op for op in module.walk() if op.name == "row.topk")
     e, k = topk.x.type.shape[-1], topk.k
-    picks = {f"tensor<Tx{k}xi32>": 4 * k, f"tensor<Tx{e}xu8>": e}
+    picks = {f"tensor<Tx{k}xi{8 * width}>": width * k for width in (2, 4, 8)} | {f"tensor<Tx{e}xu8>": e}
     saved = forward.result_types[len(before) :]
     assert len(saved) <= 1 and all(str(t) in picks for t in saved)
     if saved:
@@ -124,7 +125,8 @@ def test_forward_saves_the_picks_and_nothing_else(module):
         handed = [str(a.type) for a in backward.arguments if a.name in forward.result_names]
         assert ("nothing" in remark.split(";")[0]) == (not handed)
         total = sum(picks[type] for type in handed)
-        assert total <= 4 * k and f"({total} B/token)" in remark
+        out = dict(zip(forward.result_names, forward.result_types, strict=True)).get("indices")
+        assert total <= k * (max(4, out.dtype.bytes) if out is not None else 4) and f"({total} B/token)" in remark
     for function in lowered.functions:
         assert sum(isinstance(op, RowProgram) for op in function.body.ops) == 1
 

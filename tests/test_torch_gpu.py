@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from torch_calls import ROUTERS, floats_of, leaves, logits_of, others_of, step
 
 import moesaic as mo
 from moesaic.ir.errors import InputError, ToolchainError
+from moesaic.runtime import launcher as native_launcher
 
 pytestmark = pytest.mark.gpu
 
@@ -26,10 +28,21 @@ LARGE = mo.Router(
 )
 
 
+@pytest.fixture(autouse=True, params=["native", "python"])
+def launcher(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Everything here holds for both launchers."""
+    monkeypatch.setenv("MOESAIC_LAUNCHER", request.param)
+    try:
+        native_launcher.wait()
+    except ToolchainError as missing:
+        pytest.skip(str(missing))
+    return str(request.param)
+
+
 def fresh(router: mo.Router, name: str) -> mo.Router:
     """An equal router of another name, hence one that no test has compiled yet."""
     arguments = {f: getattr(router, f) for f in router.__dataclass_fields__ if f != "name"}
-    return mo.Router(**arguments, name=name)
+    return mo.Router(**arguments, name=f"{name}_{os.environ['MOESAIC_LAUNCHER']}")
 
 
 def equal(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
@@ -69,6 +82,48 @@ def test_the_gpu_agrees_with_the_emulator(name: str, dtype: torch.dtype) -> None
             assert_close(f"value {number}", a, e, (EXACT if result else GRADIENT) + ROUNDING[e.dtype])
         else:
             assert torch.equal(a.cpu(), e)
+
+
+# The two launchers ----------------------------------------------------------------------------------------------------
+
+
+@routers
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("strided", [False, True])
+def test_launchers_agree_bit_for_bit(
+    name: str, dtype: torch.dtype, strided: bool, launcher: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    router = ROUTERS[name]
+    for tokens in (0, 1, 67, 4096, 4099):
+        logits, others = logits_of(router, tokens, dtype, "cuda", strided=strided), others_of(router, "cuda")
+        layer = mo.compile(router)
+        with torch.no_grad():
+            layer(logits, **others)
+            assert (layer._native is not None and layer._native((logits,), others) is not None) == (
+                launcher == "native"
+            )
+            plain = layer(logits, **others)
+            leading = layer(logits[None, :, None], **others)
+        found = [
+            *step(layer, logits, others),
+            *plain,
+            *(r.reshape(p.shape) for r, p in zip(leading, plain, strict=True)),
+        ]
+        monkeypatch.setenv("MOESAIC_LAUNCHER", "python")
+        again = mo.compile(router)(logits, **others)
+        assert equal(found, [*step(mo.compile(router), logits, others), *again, *again])
+        monkeypatch.setenv("MOESAIC_LAUNCHER", launcher)
+
+
+def test_no_memory_left_is_torchs_error() -> None:
+    router = ROUTERS["softmax"]
+    layer = mo.compile(router)
+    layer(logits_of(router, 5000, device="cuda"))
+    logits = logits_of(router, 1, device="cuda").expand(1 << 41, 8)
+    with torch.no_grad(), pytest.raises(torch.OutOfMemoryError):
+        layer(logits)
+    torch.cuda.synchronize()
+    layer(logits_of(router, 5, device="cuda"))
 
 
 # Graph capture --------------------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """``kernel.``: one launch each; the region still holds the ops that were fused.
 
-A region's arguments match the operands of the kernel. A value that the region reduces over tokens leaves the kernel as
-one partial row per block, ``[blocks, E]``; a ``kernel.col_finish`` adds these up in order.
+A region's arguments match the operands of the kernel. A value that the region of a row program reduces over tokens
+leaves the kernel as one partial row per block, ``[blocks, E]``; a ``kernel.col_finish`` adds these up in order, and
+does whatever is left to be done with the sums.
 """
 
 from __future__ import annotations
@@ -9,14 +10,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moesaic.ir import core
-from moesaic.ir.arrays import Array, ArrayNamespace
-from moesaic.ir.core import Op, OpResult, Value, operand, result
-from moesaic.ir.types import TensorType, symbol
+from moesaic.ir.core import Block, Op, OpResult, Value, result
+from moesaic.ir.ops.col import ColumnReduction, Spread
+from moesaic.ir.types import DType, TensorType, symbol
 
 
 def is_column_value(value: Value) -> bool:
     """Whether a value of a region is a reduction over tokens."""
-    return isinstance(value, OpResult) and value.op.name.startswith("col.")
+    return isinstance(value, OpResult) and isinstance(value.op, ColumnReduction)
+
+
+def segments_of(region: Block) -> str:
+    """How the tokens of sequences lie, if the region of a row program reduces or spreads by sequence; else empty."""
+    found = {op.segments for op in region.ops if isinstance(op, ColumnReduction | Spread)} - {""}
+    if len(found) > 1:
+        region.ops[0].fail("stands beside sums by sequence of both orders of tokens; one kernel goes through one order")
+    return found.pop() if found else ""
 
 
 class RowProgram(Op):
@@ -33,7 +42,8 @@ class RowProgram(Op):
         types = []
         for value in self.region.terminator.operands:
             if is_column_value(value):
-                types.append(TensorType((symbol(self.blocks), *value.type.shape), value.type.dtype))
+                # By sequence or not: with sequences, blocks of one sequence follow one another.
+                types.append(TensorType((symbol(self.blocks), value.type.shape[-1]), value.type.dtype))
             else:
                 types.append(value.type)
         return types
@@ -46,16 +56,38 @@ class RowProgram(Op):
 
 
 class ColFinish(Op):
-    """y_e = sum over blocks b of partial_{b,e}, in the order of the blocks."""
+    """Sums over tokens from partial rows, y_e = sum_b partial_{b,e} in the order of the blocks, and what follows.
+
+    The region's first arguments stand for the finished sums of the first operands, the partial rows. Where anything is
+    computed from sums, a ticket follows: the block that finishes last computes it.
+    """
 
     name = "kernel.col_finish"
-    partial = operand("[B, E] one row per block")
-    y = result("[E]")
+    variadic = True
+    has_region = True
+    partials = core.integer("how many operands are partial rows: the first", minimum=0)
 
     def infer(self) -> Sequence[TensorType]:
-        if self.partial.type.rank != 2:
-            self.fail(f"expected partial rows [B, E], found {self.partial.type}")
-        return [TensorType(self.partial.type.shape[1:], self.partial.type.dtype)]
+        if self.region is None:
+            self.fail("needs a region")
+        return [v.type for v in self.region.terminator.operands]
 
-    def reference(self, xp: ArrayNamespace, *operands: Array) -> Array:
-        return xp.sum(operands[0], 0)
+    def verify(self) -> None:
+        if self.region is None or len(self.region.arguments) != len(self.operands):
+            self.fail("the region must have one argument for each operand")
+        for number, (given, inside) in enumerate(zip(self.operands, self.region.arguments, strict=True)):
+            if number >= self.partials:
+                if given.type != inside.type:
+                    self.fail(f"operand {number + 1} is {given.type}, but {inside.type} in the region")
+            elif given.type.shape[1:] != inside.type.shape[-1:] or given.type.dtype is not inside.type.dtype:
+                self.fail(f"operand {number + 1} must be partial rows of {inside.type}, found {given.type}")
+
+
+class Ticket(Op):
+    """A zero in memory, which the blocks of a later kernel count up to find out which of them is the last."""
+
+    name = "kernel.ticket"
+    y = result("scalar, i32")
+
+    def infer(self) -> Sequence[TensorType]:
+        return [TensorType((), DType.I32)]

@@ -39,6 +39,7 @@ class Kernel(Op):
     template = core.string("template family", choices=("row_program", "col_finish"))
     reads = core.integer("how many of the operands are read; the rest are written", minimum=0)
     blocks = core.string("symbol that stands for the number of blocks", default="")
+    partials = core.integer("how many operands are partial rows of sums: the first", minimum=0, default=0)
     config = core.strings("configuration chosen by `specialize`, as name=value", default=())
 
     def verify(self) -> None:

@@ -233,6 +233,45 @@ class Neg(Unary):
         return [-_only(cotangents)]
 
 
+class Abs(Unary):
+    """y = |x|. The derivative at 0 is 0."""
+
+    name = "math.abs"
+    cuda = "fabsf({0})"
+    gives_positive = True
+
+    def formula(self, xp: ArrayNamespace, *operands: Array) -> Array:
+        return xp.abs(operands[0])
+
+    def gradient(self, *cotangents: Value | None) -> Sequence[Value | None]:
+        dy = _only(cotangents)
+        signed = select(create_one("math.less", self.x, 0.0), -dy, dy)
+        return [select(create_one("math.equal", self.x, 0.0), 0.0, signed)]
+
+
+class Pow(Unary):
+    """y = x^exponent, for x >= 0; elsewhere as IEEE 754 has it."""
+
+    name = "math.pow"
+    exponent = core.number("a constant")
+
+    def cuda_expression(self, *operands: str) -> str:
+        if self.exponent == 2:  # cheaper than a power, and as exact as a product
+            return f"{operands[0]} * {operands[0]}"
+        if self.exponent == 0.5:
+            return f"moesaic::square_root({operands[0]})"
+        return f"powf({operands[0]}, {format_float(float(self.exponent))}f)"
+
+    def formula(self, xp: ArrayNamespace, *operands: Array) -> Array:
+        return operands[0] ** self.exponent
+
+    def gradient(self, *cotangents: Value | None) -> Sequence[Value | None]:
+        if self.exponent == 1:
+            return [_only(cotangents)]
+        slope = create_one("math.pow", self.x, exponent=self.exponent - 1) * float(self.exponent)
+        return [_only(cotangents) * slope]
+
+
 class Exp(Unary):
     """y = e^x."""
 
@@ -449,7 +488,8 @@ class Cast(Elementwise):
         target = {"bf16": "moesaic::round_to<__nv_bfloat16>", "f16": "moesaic::round_to<__half>"}.get(self.dtype)
         if target is not None:
             return f"{target}({operands[0]})"
-        return f"static_cast<{'float' if self.dtype == 'f32' else 'int'}>({operands[0]})"
+        plain = {"f32": "float", "i16": "short", "i64": "long long"}.get(self.dtype, "int")
+        return f"static_cast<{plain}>({operands[0]})"
 
     def reference(self, xp: ArrayNamespace, *operands: Array) -> Array:
         return xp.cast(operands[0], DType.parse(self.dtype))
@@ -483,9 +523,32 @@ class Broadcast(Elementwise):
         return [cotangents[0], None]
 
 
+class And(Binary):
+    """y = a and b, of two flags."""
+
+    name = "math.and"
+    cuda = "{0} && {1}"
+
+    def result_dtype(self) -> DType:
+        return DType.I1
+
+    def verify(self) -> None:
+        for flag in self.operands:
+            if flag.type.dtype is not DType.I1:
+                self.fail(f"expected flags (i1), found {flag.type}")
+
+    def reference(self, xp: ArrayNamespace, *operands: Array) -> Array:
+        return operands[0] & operands[1]
+
+
 def select(condition: Value, a: Value | float, b: Value | float) -> Value:
     """``math.select`` with constants allowed on either side."""
     return create_one("math.select", condition, a, b)
+
+
+def safe_div(a: Value | float, b: Value | float) -> Value:
+    """``math.safe_div`` with constants allowed on either side."""
+    return create_one("math.safe_div", a, b)
 
 
 def _only(cotangents: Sequence[Value | None]) -> Value:

@@ -2,6 +2,10 @@
 
 Operands have the shape [T, E] (a token's experts), [T, K] (its picks) or [T, 1]. Selection follows one order
 everywhere: value descending, index ascending; -0 equals +0; NaN ranks below -inf; what is not allowed ranks last.
+
+Picks are made by ``row.topk``, which are distinct, or elsewhere and come in through ``row.given``: these may repeat. -1
+stands for "not here": a given id that is no expert, or no pick where too few were allowed. Whatever takes picks says
+what it does with both.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from collections.abc import Sequence
 from moesaic.ir import core
 from moesaic.ir.arrays import Array, ArrayNamespace
 from moesaic.ir.attributes import Call
-from moesaic.ir.core import Op, Value, create_one, operand, optional_operand, result
+from moesaic.ir.core import Op, OpResult, Value, create_one, operand, optional_operand, result
 from moesaic.ir.ops.math import SMALLEST_NORMAL
 from moesaic.ir.types import DType, TensorType
 
@@ -194,17 +198,86 @@ class Normalize(RowOp):
         return [create_one("math.safe_div", dy - inner, divisor)]
 
 
+class LpNormalize(RowOp):
+    """y_k = x_k / n with n = (sum_j |x_j|^p)^(1/p), the largest |x_j| for p = inf. Zero where n < 2^-126."""
+
+    name = "row.lp_normalize"
+    x = operand("[T, K] weights")
+    y = result("[T, K], f32")
+    p = core.number("exponent of the norm, at least 1; inf for the largest", minimum=1.0, infinite=True)
+
+    def infer(self) -> Sequence[TensorType]:
+        self.columns(self.x)
+        return [TensorType(self.x.type.shape, self.float_dtype(self.x))]
+
+    def reference(self, xp: ArrayNamespace, *operands: Array) -> Array:
+        x = xp.upcast(operands[0])
+        size = xp.abs(x)
+        n = xp.expand_dims(xp.max(size, -1))
+        if self.p < float("inf"):
+            # Relative to the largest, no power overflows and not all underflow. n does not depend on the unit.
+            unit = xp.detach(n)
+            none = unit < SMALLEST_NORMAL
+            unit = xp.where(none, xp.constant(1.0, unit), unit)
+            total = xp.expand_dims(xp.sum((size / unit) ** self.p, -1))
+            n = xp.where(
+                none, xp.constant(0.0, unit), unit * xp.where(none, xp.constant(1.0, total), total) ** (1 / self.p)
+            )
+        zero = n < SMALLEST_NORMAL
+        quotient = x / xp.where(zero, xp.constant(1.0, n), n)
+        return xp.where(zero, xp.constant(0.0, quotient), quotient)
+
+    def norm(self) -> Value:
+        """n of the equation, appended to the op's block."""
+        size = create_one("math.abs", self.x)
+        if self.p == 1:
+            return named("norm", create_one("row.sum", size))
+        largest = named("largest", create_one("row.max", size))
+        if self.p == float("inf"):
+            return largest
+        relative = create_one("math.safe_div", size, largest)
+        total = create_one("row.sum", create_one("math.pow", relative, exponent=self.p))
+        return named("norm", largest * create_one("math.pow", total, exponent=1 / self.p))
+
+    def decompose(self) -> Value:
+        """The same in simpler ops, appended to the op's block."""
+        return create_one("math.safe_div", self.x, self.norm())
+
+    def gradient(self, *cotangents: Value | None) -> Sequence[Value | None]:
+        dy = cotangents[0]
+        if dy is None:
+            return [None]
+        # dx = (dy - <dy, y> dn/dx) / n, and dn/dx_k = sign(x_k) |y_k|^(p - 1): |y| is at most 1, so that nothing
+        # overflows, and y already holds one division by n, so that n is never squared.
+        n = self.norm()
+        if self.p == 2:
+            slope: Value = self.y
+        else:
+            sign = create_one("math.select", create_one("math.less", self.x, 0.0), -1.0, 1.0)
+            sign = create_one("math.select", create_one("math.equal", self.x, 0.0), 0.0, sign)
+            if self.p == float("inf"):
+                hit = create_one("math.select", create_one("math.equal", create_one("math.abs", self.x), n), 1.0, 0.0)
+                slope = sign * hit / create_one("row.sum", hit)
+            elif self.p == 1:
+                slope = sign
+            else:
+                slope = sign * create_one("math.pow", create_one("math.abs", self.y), exponent=self.p - 1)
+        inner = create_one("row.sum", dy * self.y)
+        return [create_one("math.safe_div", dy - inner * slope, n)]
+
+
 class TopK(RowOp):
     """The k first of a row in selection order: values descending, then index ascending; NaN below -inf.
 
-    values_k = x[indices_k]. Where `allowed` is given, other positions rank below everything.
+    values_k = x[indices_k]. Where `allowed` is given, other positions are never picked; where fewer than k are allowed,
+    the last indices are -1 and their values 0.
     """
 
     name = "row.topk"
     x = operand("[T, E] values to rank")
-    allowed = optional_operand("[T, E] i1: what may be picked; at least k a row")
+    allowed = optional_operand("[T, E] or [T, 1], i1: what may be picked")
     values = result("[T, k], f32")
-    indices = result("[T, k], i32, distinct, in [0, E)")
+    indices = result("[T, k], i32, distinct, in [0, E) or -1")
     k = core.integer("picks per token", minimum=1)
 
     def infer(self) -> Sequence[TensorType]:
@@ -215,14 +288,26 @@ class TopK(RowOp):
         return [TensorType((tokens, self.k), self.float_dtype(self.x)), TensorType((tokens, self.k), DType.I32)]
 
     def verify(self) -> None:
-        if self.allowed is not None and self.allowed.type != self.x.type.with_dtype(DType.I1):
-            self.fail(f"allowed must be {self.x.type.with_dtype(DType.I1)}, found {self.allowed.type}")
+        flags = self.x.type.with_dtype(DType.I1)
+        if self.allowed is not None and self.allowed.type not in (flags, TensorType((flags.shape[0], 1), DType.I1)):
+            self.fail(f"allowed must be {flags}, or one flag a token, found {self.allowed.type}")
+
+    @property
+    def may_fall_short(self) -> bool:
+        """Whether a row may have fewer than k picks; a group limit always leaves enough."""
+        limit = self.allowed.op if isinstance(self.allowed, core.OpResult) else None
+        enough = isinstance(limit, GroupLimit) and limit.keep * (self.columns(self.x) // limit.groups) >= self.k
+        return self.allowed is not None and not enough
 
     def reference(self, xp: ArrayNamespace, *operands: Array) -> tuple[Array, ...]:
         x = xp.upcast(operands[0])
-        allowed = operands[1] if len(operands) > 1 else None
-        order = selection_order(xp, xp.detach(x), allowed)
-        picks = order[..., : self.k]
+        if len(operands) == 1:
+            picks = selection_order(xp, xp.detach(x), None)[..., : self.k]
+        else:
+            allowed = xp.broadcast_to(operands[1], xp.shape(x))
+            picks = selection_order(xp, xp.detach(x), allowed)[..., : self.k]
+            here = xp.take(xp.where(allowed, xp.constant(1.0, x), xp.constant(0.0, x)), picks) > 0
+            picks = xp.where(here, picks, xp.constant(-1.0, x))  # numbers below 2^24: exact as floats
         return xp.take(x, picks), xp.cast(picks, DType.I32)
 
     def gradient(self, *cotangents: Value | None) -> Sequence[Value | None]:
@@ -231,6 +316,36 @@ class TopK(RowOp):
         if dvalues is not None:
             dx = create_one("row.scatter", dvalues, self.indices, size=self.columns(self.x))
         return [dx, None][: len(self.operands)]
+
+
+class Given(RowOp):
+    """Picks made elsewhere: y_k = indices_k where that lies in [0, size), else -1, which is "not here".
+
+    All are -1 in rows that are not allowed.
+    """
+
+    name = "row.given"
+    indices = operand("[T, K] i16, i32 or i64, any numbers")
+    allowed = optional_operand("[T, 1] i1")
+    y = result("[T, K], i32, in [-1, size), may repeat")
+    size = core.integer("number of experts", minimum=1)
+
+    def infer(self) -> Sequence[TensorType]:
+        self.columns(self.indices)
+        return [self.indices.type.with_dtype(DType.I32)]
+
+    def verify(self) -> None:
+        if self.indices.type.dtype not in (DType.I16, DType.I32, DType.I64):
+            self.fail(f"indices must be i16, i32 or i64, found {self.indices.type}")
+        if self.allowed is not None and self.allowed.type != TensorType((self.indices.type.shape[0], 1), DType.I1):
+            self.fail(f"allowed must be one flag a token, found {self.allowed.type}")
+
+    def reference(self, xp: ArrayNamespace, *operands: Array) -> Array:
+        indices = operands[0]
+        here = (indices >= 0) & (indices < self.size)
+        if len(operands) > 1:
+            here = here & operands[1]
+        return xp.cast(xp.where(here, indices, xp.zeros((), self.indices.type.dtype, indices) - 1), DType.I32)
 
 
 class GroupLimit(RowOp):
@@ -284,11 +399,12 @@ class GroupLimit(RowOp):
 
 
 class Gather(RowOp):
-    """y_k = x[indices_k], row by row; x may also be a vector [E] that all tokens share."""
+    """y_k = x[indices_k], row by row, and 0 where the pick is not here; x may also be a vector [E] that all tokens
+    share."""
 
     name = "row.gather"
     x = operand("[T, E], or [E]")
-    indices = operand("[T, K] i32, in [0, E)")
+    indices = operand("[T, K] i32 picks")
     y = result("[T, K], f32")
 
     def infer(self) -> Sequence[TensorType]:
@@ -298,8 +414,9 @@ class Gather(RowOp):
         return [TensorType(self.indices.type.shape, self.float_dtype(self.x))]
 
     def verify(self) -> None:
-        if self.indices.type.dtype is not DType.I32:
-            self.fail(f"indices must be i32, found {self.indices.type}")
+        size = self.x.type.shape[-1]
+        if isinstance(size, int):
+            check_picks(self, self.indices, size)
 
     def reference(self, xp: ArrayNamespace, *operands: Array) -> Array:
         x, indices = xp.upcast(operands[0]), operands[1]
@@ -316,11 +433,11 @@ class Gather(RowOp):
 
 
 class Scatter(RowOp):
-    """y_e = x_k where indices_k = e, 0 elsewhere. The indices of a row are distinct."""
+    """y_e = sum of the x_k with indices_k = e, in the order of the picks; those not here go nowhere."""
 
     name = "row.scatter"
     x = operand("[T, K]")
-    indices = operand("[T, K] i32, in [0, size), distinct in a row")
+    indices = operand("[T, K] i32 picks")
     y = result("[T, size], f32")
     size = core.integer("length of the resulting rows", minimum=1)
 
@@ -331,8 +448,7 @@ class Scatter(RowOp):
     def verify(self) -> None:
         if self.x.type.shape != self.indices.type.shape:
             self.fail(f"x and indices differ in shape: {self.x.type} and {self.indices.type}")
-        if self.indices.type.dtype is not DType.I32:
-            self.fail(f"indices must be i32, found {self.indices.type}")
+        check_picks(self, self.indices, self.size)
 
     def reference(self, xp: ArrayNamespace, *operands: Array) -> Array:
         return xp.put(operands[1], xp.upcast(operands[0]), self.size)
@@ -346,7 +462,7 @@ class Membership(RowOp):
     """y_e = 1 where e is among the picks of the row, else 0: the byte map of a routing."""
 
     name = "row.membership"
-    indices = operand("[T, K] i32, in [0, size)")
+    indices = operand("[T, K] i32 picks")
     y = result("[T, size], u8")
     size = core.integer("length of the resulting rows", minimum=1)
 
@@ -355,13 +471,108 @@ class Membership(RowOp):
         return [TensorType((self.indices.type.shape[0], self.size), DType.U8)]
 
     def verify(self) -> None:
-        if self.indices.type.dtype is not DType.I32:
-            self.fail(f"indices must be i32, found {self.indices.type}")
+        check_picks(self, self.indices, self.size)
+
+    def reference(self, xp: ArrayNamespace, *operands: Array) -> Array:
+        return xp.cast(picked(xp, operands[0], self.size), DType.U8)
+
+
+class Bitmap(RowOp):
+    """Bit e mod 8 of y_(e div 8) is 1 where e is among the picks of the row, else 0; bits past the end are 0."""
+
+    name = "row.bitmap"
+    indices = operand("[T, K] i32 picks")
+    y = result("[T, ceil(size / 8)], u8")
+    size = core.integer("number of experts", minimum=1)
+
+    def infer(self) -> Sequence[TensorType]:
+        self.columns(self.indices)
+        return [TensorType((self.indices.type.shape[0], -(-self.size // 8)), DType.U8)]
+
+    def verify(self) -> None:
+        check_picks(self, self.indices, self.size)
 
     def reference(self, xp: ArrayNamespace, *operands: Array) -> Array:
         indices = operands[0]
-        ones = xp.zeros(xp.shape(indices), DType.F32, indices) + 1.0
-        return xp.cast(xp.put(indices, ones, self.size) > 0, DType.U8)
+        tokens, _ = xp.shape(indices)
+        bytes = -(-self.size // 8)
+        bits = xp.reshape(xp.cast(picked(xp, indices, 8 * bytes), DType.I32), (tokens, bytes, 8))
+        y = bits[..., 0]
+        for bit in range(1, 8):
+            y = y + bits[..., bit] * 2**bit
+        return xp.cast(y, DType.U8)
+
+
+class Squeeze(RowOp):
+    """y_t = x_t0: one number a token, without the axis of columns. How such a number leaves a function."""
+
+    name = "row.squeeze"
+    x = operand("[T, 1]")
+    y = result("[T], f32")
+
+    def infer(self) -> Sequence[TensorType]:
+        if self.columns(self.x) != 1:
+            self.fail(f"expected one number a token [T, 1], found {self.x.type}")
+        return [TensorType(self.x.type.shape[:1], self.float_dtype(self.x))]
+
+    def reference(self, xp: ArrayNamespace, *operands: Array) -> Array:
+        return xp.upcast(operands[0])[..., 0]
+
+    def gradient(self, *cotangents: Value | None) -> Sequence[Value | None]:
+        dy = cotangents[0]
+        return [None if dy is None else create_one("row.unsqueeze", dy)]
+
+
+class Unsqueeze(RowOp):
+    """y_t0 = x_t: one number, or flag, a token as a column, which is how it enters arithmetic with rows."""
+
+    name = "row.unsqueeze"
+    x = operand("[T]")
+    y = result("[T, 1], f32 or i1")
+
+    def infer(self) -> Sequence[TensorType]:
+        if self.x.type.rank != 1 or isinstance(self.x.type.shape[0], int):
+            self.fail(f"expected one number a token [T], found {self.x.type}")
+        dtype = DType.I1 if self.x.type.dtype is DType.I1 else self.float_dtype(self.x)
+        return [TensorType((self.x.type.shape[0], 1), dtype)]
+
+    def reference(self, xp: ArrayNamespace, *operands: Array) -> Array:
+        return xp.expand_dims(xp.upcast(operands[0]))
+
+    def gradient(self, *cotangents: Value | None) -> Sequence[Value | None]:
+        dy = cotangents[0]
+        return [None if dy is None else create_one("row.squeeze", dy)]
+
+
+def are_given(indices: Value) -> bool:
+    """Whether picks were made elsewhere: they may repeat."""
+    return isinstance(indices, OpResult) and isinstance(indices.op, Given)
+
+
+def may_be_away(indices: Value) -> bool:
+    """Whether some picks may be -1, "not here", as far as can be told from where they come from."""
+    made_by = indices.op if isinstance(indices, OpResult) else None
+    return not isinstance(made_by, TopK) or made_by.may_fall_short
+
+
+def check_picks(op: Op, indices: Value, experts: int) -> None:
+    """Fails unless `indices` are i32 and, as far as the op that makes them tells, below `experts`."""
+    if indices.type.dtype is not DType.I32:
+        op.fail(f"indices must be i32, found {indices.type}")
+    made_by = indices.op if isinstance(indices, OpResult) else None
+    limit: object = 0
+    if isinstance(made_by, TopK):
+        limit = made_by.x.type.shape[-1]
+    elif isinstance(made_by, Given):
+        limit = made_by.size
+    if isinstance(limit, int) and limit > experts:
+        op.fail(f"these picks are among {limit} experts, which do not fit into {experts}")
+
+
+def picked(xp: ArrayNamespace, indices: Array, size: int) -> Array:
+    """[T, size] bool: whether each is among the picks of the row."""
+    ones = xp.zeros(xp.shape(indices), DType.F32, indices) + 1.0
+    return xp.put(indices, ones, size) > 0
 
 
 def named(name: str, value: Value) -> Value:

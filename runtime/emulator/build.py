@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import json
-import platform
 import re
-import tempfile
 import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from moesaic.ir.errors import InputError, KernelCompileError, ToolchainError
-from moesaic.runtime import cache
+from moesaic.runtime import cache, host_library
 from moesaic.runtime.emulator import toolchain
 from moesaic.runtime.emulator.launch import EmulatedKernel
 
@@ -40,8 +36,7 @@ _KERNEL_FLAGS = (
     "-fsanitize-undefined-trap-on-error",
 )
 _RUNTIME_FLAGS = ("-O2", "-DNDEBUG")
-_SHOWN_LINES = 30
-_LIBRARY = "library.so"
+_WHOSE = "the emulator"
 
 _lock = threading.Lock()
 _runtimes: dict[str, tuple[ctypes.CDLL, Path]] = {}
@@ -76,7 +71,8 @@ def build(
     flags = (*_COMMON_FLAGS, *_KERNEL_FLAGS, *compiler.kernel_flags, *definitions)
     with _lock:
         runtime_key, runtime_path = _runtime(compiler)
-    key = _key(
+    key = host_library.key(
+        cache.LibraryKey,
         compiler,
         flags,
         symbol=kernel_name,
@@ -85,8 +81,8 @@ def build(
         runtime=runtime_key,
     )
     includes = [f"-I{path}" for path in (toolchain.SHIM_INCLUDE_DIR, *own_dirs, *cuda_dirs)]
-    library = _library(
-        key, lambda: _compile_kernel(compiler, source, kernel_name, [*flags, *includes], runtime_path)
+    library = host_library.obtain(
+        key, lambda: _compile_kernel(compiler, source, kernel_name, [*flags, *includes], runtime_path), _WHOSE
     )  # outside the lock: threads may compile side by side
     known = _kernels.get(library)
     if known is None:
@@ -95,77 +91,29 @@ def build(
     return known
 
 
-def _key(compiler: toolchain.Compiler, flags: Sequence[str], **more: str) -> cache.LibraryKey:
-    return cache.LibraryKey(
-        target=platform.machine(),
-        flags=tuple(flags),
-        compiler=compiler.version,
-        command_sha256=cache.sha256(json.dumps(compiler.command)),
-        **more,
-    )
-
-
-def _library(key: cache.LibraryKey, make: Callable[[], cache.Content]) -> Path:
-    """Where the library of a key lies, built or taken from the cache."""
-    try:
-        folder = cache.obtain(key, make, on_disk=True).folder
-    except OSError as error:
-        raise ToolchainError(f"the emulator has no folder to build in: {error}") from error
-    if folder is None:
-        raise ToolchainError(
-            "the emulator's libraries can be written neither into the cache nor into a temporary folder: free some "
-            "space, or set MOESAIC_CACHE_DIR or TMPDIR"
-        )
-    return folder / _LIBRARY
-
-
 def _compile_kernel(
     compiler: toolchain.Compiler, source: str, kernel_name: str, flags: Sequence[str], runtime_path: Path
 ) -> cache.Content:
     file_name = f"{kernel_name}.cu"
     entry = f'#include "{file_name}"\n#include "moesaic_emulate/entry.h"\nMOESAIC_EMULATE_ENTRY({kernel_name})\n'
-    with tempfile.TemporaryDirectory(prefix="moesaic-build-") as temporary:
-        folder = Path(temporary)
-        (folder / file_name).write_text(source, encoding="utf-8")
-        (folder / "entry.cpp").write_text(entry, encoding="utf-8")
-        command = [
-            *flags,
-            f"-ffile-prefix-map={folder}=.",
-            "-include",
-            "moesaic_emulate/shim.h",
-            "entry.cpp",
-            "-o",
-            _LIBRARY,
-            # The runtime is loaded before, by its full path; the loader finds it again by its soname.
-            str(runtime_path),
-        ]
-        start = time.perf_counter()
-        result = compiler.run(command, folder)
-        if result.returncode != 0:
-            saved = cache.save_rejected(kernel_name, source)
-            raise KernelCompileError(
-                f"the host compiler rejected kernel {kernel_name!r} for the emulator; source saved as {saved}\n"
-                + _first_errors(result.stderr)
-            )
-        files = {_LIBRARY: (folder / _LIBRARY).read_bytes(), file_name: source.encode()}
-        return cache.Content(files, {"seconds": round(time.perf_counter() - start, 4)})
 
+    def failed(errors: str) -> KernelCompileError:
+        saved = cache.save_rejected(kernel_name, source)
+        return KernelCompileError(
+            f"the host compiler rejected kernel {kernel_name!r} for the emulator; source saved as {saved}\n{errors}"
+        )
 
-def _first_errors(text: str) -> str:
-    """The compiler's output from its first error on, cut to a readable length."""
-    lines = text.splitlines()
-    start = next((i for i, line in enumerate(lines) if "error" in line.lower()), 0)
-    shown = lines[start : start + _SHOWN_LINES]
-    left = len(lines) - start - len(shown)
-    if left > 0:
-        shown.append(f"... {left} more lines")
-    return "\n".join(shown)
+    # The runtime is loaded before, by its full path; the loader finds it again by its soname.
+    command = [*flags, "-include", "moesaic_emulate/shim.h", "entry.cpp", str(runtime_path)]
+    made = host_library.compile_in(compiler, command, {file_name: source, "entry.cpp": entry}, failed)
+    return cache.Content({**made.files, file_name: source.encode()}, made.facts)
 
 
 def _runtime(compiler: toolchain.Compiler) -> tuple[str, Path]:
     """The emulator's own library (scheduler, checks, reports), loaded: the digest of its key, and its path."""
     flags = (*_COMMON_FLAGS, *_RUNTIME_FLAGS)
-    key = _key(
+    key = host_library.key(
+        cache.LibraryKey,
         compiler,
         flags,
         symbol="runtime",
@@ -175,7 +123,7 @@ def _runtime(compiler: toolchain.Compiler) -> tuple[str, Path]:
     digest = key.digest
     if digest in _runtimes and _runtimes[digest][1].is_file():
         return digest, _runtimes[digest][1]
-    library = _library(key, lambda: _compile_runtime(compiler, flags, digest))
+    library = host_library.obtain(key, lambda: _compile_runtime(compiler, flags, digest), _WHOSE)
     if digest in _runtimes:  # built anew because its file is gone; what is loaded stays
         _runtimes[digest] = (_runtimes[digest][0], library)
     else:
@@ -184,23 +132,16 @@ def _runtime(compiler: toolchain.Compiler) -> tuple[str, Path]:
 
 
 def _compile_runtime(compiler: toolchain.Compiler, flags: Sequence[str], digest: str) -> cache.Content:
-    with tempfile.TemporaryDirectory(prefix="moesaic-build-") as temporary:
-        folder = Path(temporary)
-        command = [
-            *flags,
-            f"-ffile-prefix-map={toolchain.PACKAGE_DIR}=.",
-            f"-I{toolchain.SHIM_INCLUDE_DIR}",
-            *map(str, sorted(toolchain.RUNTIME_SOURCE_DIR.glob("*.cpp"))),
-            f"-Wl,-soname,libmoesaic_emulate_{digest[:16]}.so",
-            "-o",
-            _LIBRARY,
-        ]
-        start = time.perf_counter()
-        result = compiler.run(command, folder)
-        if result.returncode != 0:
-            raise ToolchainError(
-                f"{' '.join(compiler.command)} ({compiler.version}) cannot build the emulator's runtime:\n"
-                + _first_errors(result.stderr)
-            )
-        content = (folder / _LIBRARY).read_bytes()
-        return cache.Content({_LIBRARY: content}, {"seconds": round(time.perf_counter() - start, 4)})
+    def failed(errors: str) -> ToolchainError:
+        return ToolchainError(
+            f"{' '.join(compiler.command)} ({compiler.version}) cannot build the emulator's runtime:\n{errors}"
+        )
+
+    command = [
+        *flags,
+        f"-ffile-prefix-map={toolchain.PACKAGE_DIR}=.",
+        f"-I{toolchain.SHIM_INCLUDE_DIR}",
+        *map(str, sorted(toolchain.RUNTIME_SOURCE_DIR.glob("*.cpp"))),
+        f"-Wl,-soname,libmoesaic_emulate_{digest[:16]}.so",
+    ]
+    return host_library.compile_in(compiler, command, {}, failed)

@@ -7,9 +7,10 @@ import hashlib
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,24 +40,46 @@ class Compiler:
     version: str
     kernel_flags: tuple[str, ...] = ()
 
-    def run(self, arguments: Sequence[str], directory: Path) -> subprocess.CompletedProcess[str]:
-        """Compiles in `directory`; never raises for a failed compile, only for one that does not end."""
-        environment = dict(os.environ, LC_ALL="C")
-        try:
-            return subprocess.run(
-                [*self.command, *arguments],
-                cwd=directory,
-                env=environment,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=_COMPILE_TIMEOUT_SECONDS,
-                check=False,
-            )
-        except subprocess.TimeoutExpired as error:
-            raise ToolchainError(
-                f"the host compiler {self.command[0]} did not finish in {_COMPILE_TIMEOUT_SECONDS} s"
-            ) from error
+    def run(
+        self,
+        arguments: Sequence[str],
+        directory: Path,
+        started: Callable[[subprocess.Popen[str]], object] = lambda process: None,
+    ) -> subprocess.CompletedProcess[str]:
+        """Compiles in `directory`; never raises for a failed compile, only for one that does not end.
+
+        `started` is given the process, so that another thread can `end` it.
+        """
+        command = [*self.command, *arguments]
+        with subprocess.Popen(
+            command,
+            cwd=directory,
+            env=dict(os.environ, LC_ALL="C"),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            process_group=0,  # of its own, so that it can be ended with its children
+        ) as process:
+            started(process)
+            try:
+                out, err = process.communicate(timeout=_COMPILE_TIMEOUT_SECONDS)
+            except subprocess.TimeoutExpired as error:
+                end(process)
+                raise ToolchainError(
+                    f"the host compiler {self.command[0]} did not finish in {_COMPILE_TIMEOUT_SECONDS} s"
+                ) from error
+            except BaseException:
+                end(process)
+                raise
+            return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """Ends a compiler and what it has started; it may have ended by itself."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGTERM)
 
 
 def find_compiler() -> Compiler:
@@ -75,7 +98,7 @@ def find_compiler() -> Compiler:
         if path is not None:
             return _probe((path,))
     raise ToolchainError(
-        "the emulate backend needs a C++17 compiler: neither $CXX, g++ nor clang++ was found; "
+        "a C++ compiler is needed, but neither $CXX, g++ nor clang++ was found; "
         "install one (Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++) or set CXX"
     )
 

@@ -32,12 +32,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, /*blocks per multiprocess
   const long long first_token = static_cast<long long>(blockIdx.x) * kTokensPerBlock + slot;
   const long long stride = static_cast<long long>(gridDim.x) * kTokensPerBlock;
 
-  __nv_bfloat16 logits_ahead[Experts::kSlots];  // %logits of the next token
+  moesaic::Chunk<Experts, __nv_bfloat16> logits_ahead[Experts::kChunks];  // %logits of the next token
   if (tokens > 0) {
     moesaic::fetch_row<Experts, /*align=*/16>(logits_ptr + moesaic::at_most(first_token, tokens - 1) * logits_ptr_stride, logits_ahead, lane);
   }
   __shared__ __align__(16) float scattered[kTokensPerBlock][kExperts];
-  for (int e = lane; e < kExperts; e += kLanes) scattered[slot][e] = 0;
+  moesaic::clear<kLanes, kExperts>(scattered[slot], lane);
   moesaic::team_sync<kLanes>();
 
   for (long long first = first_token - slot; first < tokens; first += stride) {
@@ -45,13 +45,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, /*blocks per multiprocess
     const bool active = first + slot < tokens;
     const long long token = active ? first + slot : tokens - 1;
 
-    float logits[Experts::kSlots];  // %logits
-    moesaic::widen(logits_ahead, logits);
+    __nv_bfloat16 logits_stored[Experts::kSlots];  // %logits
+    moesaic::unpack<Experts>(logits_ahead, logits_stored);
+    float logits[Experts::kSlots];
+    moesaic::widen(logits_stored, logits);
     moesaic::fetch_row<Experts, /*align=*/16>(logits_ptr + moesaic::at_most(token + stride, tokens - 1) * logits_ptr_stride, logits_ahead, lane);
     float d_weights[Picks::kSlots];  // %d_weights
     moesaic::load_row<Picks, /*align=*/16>(d_weights_ptr + token * d_weights_ptr_stride, d_weights, lane);
     int indices[Picks::kSlots];  // %indices
-    moesaic::load_row<Picks, /*align=*/16>(indices_ptr + token * indices_ptr_stride, indices, lane);
+    moesaic::load_stored<Picks, /*align=*/16>(indices_ptr + token * indices_ptr_stride, indices, lane);
 
     float product2[Experts::kSlots];
 #pragma unroll
@@ -63,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, /*blocks per multiprocess
 
     // %gathered = row.gather %logits, %indices
     float gathered[Picks::kSlots];
-    moesaic::gather<Picks>(logits_ptr + token * logits_ptr_stride, indices, gathered, lane);
+    moesaic::gather<Picks, /*kMayBeAway=*/true>(logits_ptr + token * logits_ptr_stride, indices, gathered, lane);
 
     float picked_scores[Picks::kSlots];
     float product3[Picks::kSlots];
@@ -97,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, /*blocks per multiprocess
 
     // %spread = row.scatter %quotient2, %indices {size = 256}
     float spread[Experts::kSlots];
-    moesaic::scatter<Experts, Picks>(quotient2, indices, spread, scattered[slot], lane);
+    moesaic::scatter<Experts, Picks, /*kMayBeAway=*/true>(quotient2, indices, spread, scattered[slot], lane);
 
     float product[Experts::kSlots];
 #pragma unroll

@@ -35,7 +35,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, /*blocks per multiprocess
   const long long stride = static_cast<long long>(gridDim.x) * kTokensPerBlock;
 
   __shared__ __align__(16) float scattered[kTokensPerBlock][kExperts];
-  for (int e = lane; e < kExperts; e += kLanes) scattered[slot][e] = 0;
+  moesaic::clear<kLanes, kExperts>(scattered[slot], lane);
   moesaic::team_sync<kLanes>();
   float d_gate_bias[Experts::kSlots];  // %d_gate_bias, this lane's share of the sums over tokens
 #pragma unroll
@@ -49,15 +49,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, /*blocks per multiprocess
     float d_weights[Picks::kSlots];  // %d_weights
     moesaic::load_row<Picks, /*align=*/16>(d_weights_ptr + token * d_weights_ptr_stride, d_weights, lane);
     int indices[Picks::kSlots];  // %indices
-    moesaic::load_row<Picks, /*align=*/16>(indices_ptr + token * indices_ptr_stride, indices, lane);
+    moesaic::load_stored<Picks, /*align=*/16>(indices_ptr + token * indices_ptr_stride, indices, lane);
 
     // %gathered = row.gather %logits, %indices
     float gathered[Picks::kSlots];
-    moesaic::gather<Picks>(logits_ptr + token * logits_ptr_stride, indices, gathered, lane);
+    moesaic::gather<Picks, /*kMayBeAway=*/true>(logits_ptr + token * logits_ptr_stride, indices, gathered, lane);
 
     // %gathered2 = row.gather %gate_bias, %indices
     float gathered2[Picks::kSlots];
-    moesaic::gather<Picks>(gate_bias_ptr, indices, gathered2, lane);
+    moesaic::gather<Picks, /*kMayBeAway=*/true>(gate_bias_ptr, indices, gathered2, lane);
 
     float sum[Picks::kSlots];
 #pragma unroll
@@ -100,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, /*blocks per multiprocess
 
     // %spread = row.scatter %product2, %indices {size = 128}
     float spread[Experts::kSlots];
-    moesaic::scatter<Experts, Picks>(product2, indices, spread, scattered[slot], lane);
+    moesaic::scatter<Experts, Picks, /*kMayBeAway=*/true>(product2, indices, spread, scattered[slot], lane);
 
     // %d_gate_bias = col.sum %spread
 #pragma unroll
@@ -113,6 +113,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, /*blocks per multiprocess
     }
   }
 
-  __shared__ float d_gate_bias_scratch[kThreads / 32 * kExperts];
-  moesaic::store_column_sums<Experts, kThreads>(d_gate_bias, d_gate_bias_scratch, d_gate_bias_partial_ptr + static_cast<long long>(blockIdx.x) * kExperts, lane);
+  __shared__ float d_gate_bias_scratch[kThreads / 32 * Experts::kColumns];
+  moesaic::store_column_sums<Experts, kThreads>(d_gate_bias, d_gate_bias_scratch, d_gate_bias_partial_ptr + static_cast<long long>(blockIdx.x) * 128, lane);
 }

@@ -37,11 +37,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, /*blocks per multiprocess
     const bool active = first + slot < tokens;
     const long long token = active ? first + slot : tokens - 1;
 
-    float logits[Experts::kSlots];  // %logits
-    moesaic::load_row<Experts, /*align=*/16>(logits_ptr + token * logits_ptr_stride, logits, lane);
+    __half logits_stored[Experts::kSlots];  // %logits
+    moesaic::load_stored<Experts, /*align=*/16>(logits_ptr + token * logits_ptr_stride, logits_stored, lane);
+    float logits[Experts::kSlots];
+    moesaic::widen(logits_stored, logits);
 
     // %largest = row.max %logits
-    const float largest = moesaic::row_max<Experts>(logits, lane);
+    const float largest = moesaic::row_max_of_stored<Experts>(logits_stored, lane);
 
     const bool is_equal = largest == -moesaic::infinity();  // %is_equal = math.equal %largest, -inf
     const float shift = is_equal ? 0.0f : largest;  // %shift = math.select %is_equal, 0.0, %largest
@@ -57,19 +59,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, /*blocks per multiprocess
 
     // %values, %indices = row.topk %logits {k = 40}
     Rank::Key keys[Experts::kSlots];
-#pragma unroll
-    for (int i = 0; i < Experts::kSlots; ++i) {
-      const bool live = Experts::live(i, lane);
-      keys[i] = live ? Rank::make(logits[i], Experts::column(i, lane)) : 0;
-    }
+    moesaic::rank_row<Rank, Experts>(logits_stored, keys, lane);
     Rank::Pick picked[Picks::kSlots], last;
     moesaic::top_k_sort<Rank, Experts, Picks>(keys, lane, picked, last, sorted[slot]);
     int indices[Picks::kSlots];
     float values[Picks::kSlots];
 #pragma unroll
     for (int p = 0; p < Picks::kSlots; ++p) {
-      indices[p] = Picks::live(p, lane) ? Rank::column(picked[p]) : 0;
-      values[p] = Picks::live(p, lane) ? Rank::value(picked[p]) : 0.0f;
+      const bool here = Picks::live(p, lane);
+      indices[p] = here ? Rank::column(picked[p]) : 0;
+      values[p] = here ? Rank::value(picked[p]) : 0.0f;
     }
 
     float picked_scores[Picks::kSlots];

@@ -58,25 +58,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, /*blocks per multiprocess
 
     // %values, %indices = row.topk %logits, %allowed {k = 24}
     Rank::Key keys[Experts::kSlots];
+    moesaic::rank_row<Rank, Experts>(logits, keys, lane);
 #pragma unroll
     for (int i = 0; i < Experts::kSlots; ++i) {
-      const bool live = Experts::live(i, lane) && allowed[i];
-      keys[i] = live ? Rank::make(logits[i], Experts::column(i, lane)) : 0;
+      keys[i] = allowed[i] ? keys[i] : 0;
     }
     Rank::Pick picked[Picks::kSlots], last;
     moesaic::top_k_rounds<Rank, Experts, Picks>(keys, lane, picked, last);
     int indices[Picks::kSlots];
 #pragma unroll
     for (int p = 0; p < Picks::kSlots; ++p) {
-      indices[p] = Picks::live(p, lane) ? Rank::column(picked[p]) : 0;
+      const bool here = Picks::live(p, lane);
+      indices[p] = here ? Rank::column(picked[p]) : 0;
     }
 
     // %picked_here = row.membership %indices {size = 96}
     bool picked_here[Experts::kSlots];
-#pragma unroll
-    for (int i = 0; i < Experts::kSlots; ++i) {
-      picked_here[i] = Rank::reaches(keys[i], Experts::column(i, lane), last);
-    }
+    moesaic::picked_slots<Rank, Experts>(keys, last, picked_here, lane);
 
     float probs[Experts::kSlots];
 #pragma unroll
@@ -98,6 +96,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, /*blocks per multiprocess
 
   __syncthreads();
   for (int e = threadIdx.x; e < kExperts; e += kThreads) {
-    moesaic::store_one(counts_partial_ptr + static_cast<long long>(blockIdx.x) * kExperts + e, counts[e]);
+    moesaic::store_one(counts_partial_ptr + static_cast<long long>(blockIdx.x) * 96 + e, counts[e]);
   }
 }

@@ -20,6 +20,7 @@ namespace moesaic {
 __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
+__device__ __forceinline__ float to_float(int x) { return static_cast<float>(x); }
 
 // Rounds to nearest, ties to even.
 template <typename T>
@@ -48,6 +49,15 @@ template <>
 struct Word<8> { using type = uint2; };
 template <>
 struct Word<16> { using type = uint4; };
+
+// The compiler likes to take words apart into elements early, and to keep each in a register of its own from one round of
+// a loop to the next; assembly without an instruction, which it cannot look into, ends that.
+template <typename W>
+__device__ __forceinline__ void keep_whole(W& word) {
+#ifndef MOESAIC_EMULATE
+  if constexpr (sizeof(W) == 4) asm("" : "+r"(word));
+#endif
+}
 
 __host__ __device__ constexpr int smaller(int a, int b) { return a < b ? a : b; }
 __device__ __forceinline__ long long at_most(long long a, long long b) { return a < b ? a : b; }
@@ -174,11 +184,16 @@ __device__ __forceinline__ float exp_difference(float x, float shift) {
 #endif
 }
 
-// e^-|x| neither overflows nor loses the tail of a negative x, and the divisor lies in [1, 2].
+// 1 / (1 + e^-x) to 2 ulp where x > -2 and to |x| half ulps below, 0 where the result is no normal float.
 __device__ __forceinline__ float sigmoid(float x) {
-  const float e = expf(-fabsf(x));
-  const float r = reciprocal_of_normal(1.0f + e);
-  return x < 0.0f ? e * r : r;
+  const float exponent = x * -1.4426950408889634f;
+#ifdef MOESAIC_EMULATE
+  return 1.0f / (1.0f + exp2f(exponent));
+#else
+  float e;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(exponent));
+  return reciprocal_of_normal(1.0f + e);
+#endif
 }
 
 __device__ __forceinline__ float softplus(float x) { return maximum(x, 0.0f) + log1pf(expf(-fabsf(x))); }

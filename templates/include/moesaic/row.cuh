@@ -148,15 +148,53 @@ __device__ __forceinline__ float row_max(const float (&x)[R::kSlots], int lane) 
   return lanes_max<R::kLanes>(best);
 }
 
-// A row of global memory into registers as it is stored; kAlign is what the row's address is aligned to, in bytes.
+// Two 16-bit values in one register.
+__device__ __forceinline__ __nv_bfloat162 pair_of(__nv_bfloat16 low, __nv_bfloat16 high) {
+  return __halves2bfloat162(low, high);
+}
+__device__ __forceinline__ __half2 pair_of(__half low, __half high) { return __halves2half2(low, high); }
+
+// row_max of 16-bit values as they are stored, two an instruction.
+template <class R, typename T>
+__device__ __forceinline__ float row_max_of_stored(const T (&x)[R::kSlots], int lane) {
+  const T none = from_float<T>(-infinity());
+  auto best = pair_of(none, none);
+#pragma unroll
+  for (int i = 0; i < R::kSlots; i += 2) {
+    const T low = R::live(i, lane) ? x[i] : none;
+    const T high = i + 1 < R::kSlots && R::live(i + 1, lane) ? x[(i + 1) % R::kSlots] : none;
+    best = __hmax2_nan(best, pair_of(low, high));
+  }
+  return lanes_max<R::kLanes>(maximum(to_float(best.x), to_float(best.y)));
+}
+
+// A chunk as it lies in memory.
+template <class R, typename T>
+struct Chunk {
+  static constexpr int kWord = smaller(4, R::kVec * static_cast<int>(sizeof(T)));
+  typename Word<kWord>::type words[R::kVec * static_cast<int>(sizeof(T)) / kWord];
+};
+
+// A row of global memory into registers as it is stored; kAlign is what the row's address is aligned to, in bytes. Dead
+// slots become 0.
 template <class R, int kAlign, typename T>
-__device__ __forceinline__ void fetch_row(const T* row, T (&stored)[R::kSlots], int lane) {
+__device__ __forceinline__ void fetch_row(const T* row, Chunk<R, T> (&chunks)[R::kChunks], int lane) {
 #pragma unroll
   for (int c = 0; c < R::kChunks; ++c) {
     T values[R::kVec] = {};
     if (R::live(c * R::kVec, lane)) load<R::kVec, kAlign>(row + R::column(c * R::kVec, lane), values);
+    memcpy(&chunks[c], values, sizeof(values));
+  }
+}
+
+template <class R, typename T>
+__device__ __forceinline__ void unpack(const Chunk<R, T> (&chunks)[R::kChunks], T (&stored)[R::kSlots]) {
 #pragma unroll
-    for (int j = 0; j < R::kVec; ++j) stored[c * R::kVec + j] = values[j];
+  for (int c = 0; c < R::kChunks; ++c) {
+    Chunk<R, T> chunk = chunks[c];
+#pragma unroll
+    for (auto& word : chunk.words) keep_whole(word);
+    memcpy(&stored[c * R::kVec], &chunk, sizeof(chunk));
   }
 }
 
@@ -166,22 +204,28 @@ __device__ __forceinline__ void widen(const T (&stored)[kSlots], float (&x)[kSlo
   for (int i = 0; i < kSlots; ++i) x[i] = to_float(stored[i]);
 }
 
-// Fetches and widens; dead slots become 0.
+// A row as it is stored; widened; of integers.
+template <class R, int kAlign, typename T>
+__device__ __forceinline__ void load_stored(const T* row, T (&stored)[R::kSlots], int lane) {
+  Chunk<R, T> chunks[R::kChunks];
+  fetch_row<R, kAlign>(row, chunks, lane);
+  unpack<R>(chunks, stored);
+}
 template <class R, int kAlign, typename T>
 __device__ __forceinline__ void load_row(const T* row, float (&x)[R::kSlots], int lane) {
   T stored[R::kSlots];
-  fetch_row<R, kAlign>(row, stored, lane);
+  load_stored<R, kAlign>(row, stored, lane);
   widen(stored, x);
-}
-template <class R, int kAlign>
-__device__ __forceinline__ void load_row(const int* row, int (&x)[R::kSlots], int lane) {
-  fetch_row<R, kAlign>(row, x, lane);
 }
 
 template <typename T>
 __device__ __forceinline__ T to_element(float x) { return from_float<T>(x); }
 template <typename T>
+__device__ __forceinline__ T to_element(short x) { return static_cast<T>(x); }
+template <typename T>
 __device__ __forceinline__ T to_element(int x) { return static_cast<T>(x); }
+template <typename T>
+__device__ __forceinline__ T to_element(long long x) { return static_cast<T>(x); }
 template <typename T>
 __device__ __forceinline__ T to_element(bool x) { return static_cast<T>(x); }
 
@@ -223,47 +267,154 @@ __device__ __forceinline__ void from_shared(const T* shared_row, T (&x)[R::kSlot
   }
 }
 
+// A row of kCount elements of shared memory to zeros.
+template <int kLanes, int kCount, typename T>
+__device__ __forceinline__ void clear(T* shared_row, int lane) {
+  constexpr int kBytes = kCount * static_cast<int>(sizeof(T));
+  constexpr int kWord = smaller(16, kBytes & -kBytes);
+  using W = typename Word<kWord>::type;
+  W* const words = reinterpret_cast<W*>(shared_row);
+#pragma unroll
+  for (int i = 0; i < ceil_div(kBytes / kWord, kLanes); ++i) {
+    const int word = i * kLanes + lane;
+    if (word < kBytes / kWord) words[word] = W{};
+  }
+}
+
 // --------------------------------------------------------------------------------------- between experts and picks
 
-// x[indices] of a row or a vector in global memory. Dead picks read nothing and give 0.
-template <class Picks, typename T>
+// With kMayBeAway, picks may be -1, "not here".
+
+template <class Picks, bool kMayBeAway>
+__device__ __forceinline__ bool reads(int p, int index, int lane) {
+  return Picks::live(p, lane) && (!kMayBeAway || index >= 0);
+}
+
+// x[indices] of a row or a vector in global memory. Picks that are dead or not here read nothing and give 0.
+template <class Picks, bool kMayBeAway = false, typename T>
 __device__ __forceinline__ void gather(const T* row, const int (&indices)[Picks::kSlots], float (&y)[Picks::kSlots],
                                        int lane) {
 #pragma unroll
-  for (int p = 0; p < Picks::kSlots; ++p) y[p] = Picks::live(p, lane) ? to_float(load_one(row + indices[p])) : 0.0f;
+  for (int p = 0; p < Picks::kSlots; ++p) {
+    y[p] = reads<Picks, kMayBeAway>(p, indices[p], lane) ? to_float(load_one(row + indices[p])) : 0.0f;
+  }
 }
 
 // x[indices] of a row in registers, through a row of shared memory of the token's own.
-template <class Experts, class Picks>
+template <class Experts, class Picks, bool kMayBeAway = false>
 __device__ __forceinline__ void gather_registers(const float (&x)[Experts::kSlots], const int (&indices)[Picks::kSlots],
                                                  float (&y)[Picks::kSlots], float* shared_row, int lane) {
   team_sync<Experts::kLanes>();
   to_shared<Experts>(x, shared_row, lane);
   team_sync<Experts::kLanes>();
 #pragma unroll
-  for (int p = 0; p < Picks::kSlots; ++p) y[p] = Picks::live(p, lane) ? shared_row[indices[p]] : 0.0f;
+  for (int p = 0; p < Picks::kSlots; ++p) {
+    y[p] = reads<Picks, kMayBeAway>(p, indices[p], lane) ? shared_row[indices[p]] : 0.0f;
+  }
 }
 
 // y = x at its indices, 0 elsewhere. The token's row of shared memory is zero before and after.
-template <class Experts, class Picks>
+template <class Experts, class Picks, bool kMayBeAway = false>
 __device__ __forceinline__ void scatter(const float (&x)[Picks::kSlots], const int (&indices)[Picks::kSlots],
                                         float (&y)[Experts::kSlots], float* zero_row, int lane) {
   team_sync<Experts::kLanes>();
 #pragma unroll
   for (int p = 0; p < Picks::kSlots; ++p) {
-    if (Picks::live(p, lane)) zero_row[indices[p]] = x[p];
+    if (reads<Picks, kMayBeAway>(p, indices[p], lane)) zero_row[indices[p]] = x[p];
   }
   team_sync<Experts::kLanes>();
   from_shared<Experts>(zero_row, y, lane);
   team_sync<Experts::kLanes>();
 #pragma unroll
   for (int p = 0; p < Picks::kSlots; ++p) {
-    if (Picks::live(p, lane)) zero_row[indices[p]] = 0.0f;
+    if (reads<Picks, kMayBeAway>(p, indices[p], lane)) zero_row[indices[p]] = 0.0f;
+  }
+}
+
+// As scatter, for given picks: what goes to one expert is added in the order of the picks, by each of its picks alike.
+template <class Experts, class Picks>
+__device__ __forceinline__ void scatter_added(const float (&x)[Picks::kSlots], const int (&indices)[Picks::kSlots],
+                                              float (&y)[Experts::kSlots], float* zero_row, int lane) {
+  constexpr bool kBlock = Picks::kLanes > kWarp;
+  __shared__ int shown_places[kBlock ? Picks::kLanes : 1];
+  __shared__ float shown_values[kBlock ? Picks::kLanes : 1];
+  int places[Picks::kSlots];
+  float totals[Picks::kSlots];
+#pragma unroll
+  for (int p = 0; p < Picks::kSlots; ++p) {
+    places[p] = Picks::live(p, lane) ? indices[p] : -1;
+    totals[p] = -0.0f;                                               // the neutral element of float addition
+  }
+#pragma unroll
+  for (int q = 0; q < Picks::kSlots; ++q) {
+    if constexpr (kBlock) {
+      __syncthreads();  // those before have been read
+      shown_places[lane] = places[q];
+      shown_values[lane] = x[q];
+      __syncthreads();
+    }
+#pragma unroll 1
+    for (int source = 0; source < Picks::kLanes; ++source) {
+      if (Picks::column(q, source) >= Picks::kColumns) break;
+      int place;
+      float value;
+      if constexpr (kBlock) {
+        place = shown_places[source];
+        value = shown_values[source];
+      } else {
+        place = __shfl_sync(kAllLanes, places[q], source, Picks::kLanes);
+        value = __shfl_sync(kAllLanes, x[q], source, Picks::kLanes);
+      }
+#pragma unroll
+      for (int p = 0; p < Picks::kSlots; ++p) totals[p] = places[p] == place ? totals[p] + value : totals[p];
+    }
+  }
+  team_sync<Experts::kLanes>();
+#pragma unroll
+  for (int p = 0; p < Picks::kSlots; ++p) {
+    if (places[p] >= 0) zero_row[places[p]] = totals[p];
+  }
+  team_sync<Experts::kLanes>();
+  from_shared<Experts>(zero_row, y, lane);
+  team_sync<Experts::kLanes>();
+#pragma unroll
+  for (int p = 0; p < Picks::kSlots; ++p) {
+    if (places[p] >= 0) zero_row[places[p]] = 0.0f;
+  }
+}
+
+// The same straight to a row of global memory, for rows that are zeros but for the picks: no lane holds any of it in
+// registers. x is rounded to the elements of the row.
+template <class Experts, class Picks, int kAlign, bool kMayBeAway = false, typename T, typename X>
+__device__ __forceinline__ void store_scattered(T* row, const X (&x)[Picks::kSlots],
+                                                const int (&indices)[Picks::kSlots], T* zero_row, int lane,
+                                                bool active) {
+  constexpr int kVec = Experts::kVec;
+  team_sync<Experts::kLanes>();
+#pragma unroll
+  for (int p = 0; p < Picks::kSlots; ++p) {
+    if (reads<Picks, kMayBeAway>(p, indices[p], lane)) zero_row[indices[p]] = to_element<T>(x[p]);
+  }
+  team_sync<Experts::kLanes>();
+#pragma unroll
+  for (int c = 0; c < Experts::kChunks; ++c) {
+    const int column = Experts::column(c * kVec, lane);
+    if (!Experts::live(c * kVec, lane) || !active) continue;
+    typename Word<kVec * static_cast<int>(sizeof(T))>::type word;
+    memcpy(&word, zero_row + column, sizeof(word));
+    T values[kVec];
+    memcpy(values, &word, sizeof(word));
+    store<kVec, kAlign>(row + column, values);
+  }
+  team_sync<Experts::kLanes>();
+#pragma unroll
+  for (int p = 0; p < Picks::kSlots; ++p) {
+    if (reads<Picks, kMayBeAway>(p, indices[p], lane)) zero_row[indices[p]] = T();
   }
 }
 
 // Which of a lane's experts are among the picks, from the indices alone.
-template <class Experts, class Picks>
+template <class Experts, class Picks, bool kMayBeAway = false>
 __device__ __forceinline__ void membership(const int (&indices)[Picks::kSlots], bool (&member)[Experts::kSlots],
                                            int lane) {
   static_assert(Experts::kSlots <= 32, "one bit a slot");
@@ -277,6 +428,7 @@ __device__ __forceinline__ void membership(const int (&indices)[Picks::kSlots], 
         if (Picks::column(p, source) >= Picks::kColumns) break;
         const int expert = __shfl_sync(kAllLanes, indices[p], source, Picks::kLanes);
         const int chunk = expert / kVec;
+        if (kMayBeAway && expert < 0) continue;
         if (chunk % Experts::kLanes == lane) bits |= 1u << ((chunk / Experts::kLanes) * kVec + expert % kVec);
       }
     }
@@ -287,15 +439,55 @@ __device__ __forceinline__ void membership(const int (&indices)[Picks::kSlots], 
     __syncthreads();
 #pragma unroll
     for (int p = 0; p < Picks::kSlots; ++p) {
+      if (!reads<Picks, kMayBeAway>(p, indices[p], lane)) continue;
       const int chunk = indices[p] / kVec;
       const unsigned bit = 1u << ((chunk / Experts::kLanes) * kVec + indices[p] % kVec);
-      if (Picks::live(p, lane)) atomicOr(&of_lane[chunk % Experts::kLanes], bit);
+      atomicOr(&of_lane[chunk % Experts::kLanes], bit);
     }
     __syncthreads();
     bits = of_lane[lane];
   }
 #pragma unroll
   for (int i = 0; i < Experts::kSlots; ++i) member[i] = (bits >> i) & 1u;
+}
+
+// The picks as bits, 8 experts a byte. From the indices, whoever owns the experts: a bit each costs less than packing
+// the flags of all experts of a lane. Four bytes of a lane share a word until the end.
+template <class Bytes, class Picks>
+__device__ __forceinline__ void bitmap(const int (&indices)[Picks::kSlots], int (&bytes)[Bytes::kSlots], int lane) {
+  constexpr int kWords = ceil_div(Bytes::kSlots, 4);
+  unsigned words[kWords] = {};
+  if constexpr (Bytes::kLanes <= kWarp) {
+#pragma unroll
+    for (int p = 0; p < Picks::kSlots; ++p) {
+#pragma unroll(Picks::kColumns <= 32 ? Picks::kLanes : 1)
+      for (int source = 0; source < Picks::kLanes; ++source) {
+        if (Picks::column(p, source) >= Picks::kColumns) break;
+        // -1, "not here", becomes a byte that no lane has.
+        const unsigned expert = static_cast<unsigned>(__shfl_sync(kAllLanes, indices[p], source, Picks::kLanes));
+        const unsigned byte = expert / 8;
+        const unsigned slot = byte / Bytes::kLanes;
+        if (byte % Bytes::kLanes != static_cast<unsigned>(lane)) continue;
+#pragma unroll
+        for (int w = 0; w < kWords; ++w) words[w] |= slot / 4 == w ? 1u << (slot % 4 * 8 + expert % 8) : 0u;
+      }
+    }
+  } else {
+    static_assert(kWords == 1, "a lane of a block has up to 32 experts");
+    __shared__ unsigned of_lane[Bytes::kLanes];  // as in membership
+    of_lane[lane] = 0;
+    __syncthreads();
+#pragma unroll
+    for (int p = 0; p < Picks::kSlots; ++p) {
+      if (!reads<Picks, /*kMayBeAway=*/true>(p, indices[p], lane)) continue;
+      const int byte = indices[p] / 8;
+      atomicOr(&of_lane[byte % Bytes::kLanes], 1u << (byte / Bytes::kLanes * 8 + indices[p] % 8));
+    }
+    __syncthreads();
+    words[0] = of_lane[lane];
+  }
+#pragma unroll
+  for (int i = 0; i < Bytes::kSlots; ++i) bytes[i] = static_cast<int>(words[i / 4] >> (i % 4 * 8) & 0xffu);
 }
 
 // ------------------------------------------------------------------------------------------------- sums over tokens

@@ -120,22 +120,23 @@ __device__ __forceinline__ void rank_shared(const Pick* list, Pick* sorted, int 
 // What is picked for sure, in the list: by the last pick's key, then by its column, where elements with that key have to
 // be left out. `members` gets a bit for each of a lane's slots that is picked. Gives how many are, which is k unless
 // fewer may be picked.
-template <class R, class Experts, class Live>
-__device__ __forceinline__ unsigned list_exactly(const float (&x)[Experts::kSlots], Live live, int lane, unsigned k,
+template <class R, class Experts>
+__device__ __forceinline__ unsigned list_exactly(const unsigned (&keys)[Experts::kSlots], int lane, unsigned k,
                                                  unsigned* digits, typename R::Pick* list, unsigned& members) {
   constexpr int kLanes = Experts::kLanes;
-  unsigned keys[Experts::kSlots];
+  const unsigned offset = R::template offset<Experts>(lane);
+  unsigned ranked[Experts::kSlots];
 #pragma unroll
-  for (int i = 0; i < Experts::kSlots; ++i) keys[i] = live(i) ? R::make(x[i], Experts::column(i, lane)) : 0;
+  for (int i = 0; i < Experts::kSlots; ++i) ranked[i] = keys[i] == 0 ? 0 : keys[i] + offset;
   unsigned count;
-  const unsigned bound = radix_select<kLanes, 32, 0>(keys, digits, lane, k, count);
+  const unsigned bound = radix_select<kLanes, 32, 0>(ranked, digits, lane, k, count);
   int last_column = Experts::kColumns;
   if constexpr (sizeof(typename R::Pick) > sizeof(unsigned)) {  // else keys hold their columns, and are distinct
     if (count > k) {
       unsigned ties[Experts::kSlots];
 #pragma unroll
       for (int i = 0; i < Experts::kSlots; ++i) {
-        ties[i] = keys[i] == bound ? 0xffffu - static_cast<unsigned>(Experts::column(i, lane)) : 0;
+        ties[i] = ranked[i] == bound ? 0xffffu - static_cast<unsigned>(Experts::column(i, lane)) : 0;
       }
       last_column = 0xffff - static_cast<int>(radix_select<kLanes, 16, 0>(ties, digits, lane, k, count));
     }
@@ -143,43 +144,43 @@ __device__ __forceinline__ unsigned list_exactly(const float (&x)[Experts::kSlot
   members = 0;
 #pragma unroll
   for (int i = 0; i < Experts::kSlots; ++i) {
-    const bool ahead = keys[i] > bound || (keys[i] == bound && Experts::column(i, lane) <= last_column);
-    members |= (ahead && keys[i] != 0 ? 1u : 0u) << i;
+    const bool ahead = ranked[i] > bound || (ranked[i] == bound && Experts::column(i, lane) <= last_column);
+    members |= (ahead && ranked[i] != 0 ? 1u : 0u) << i;
   }
   unsigned place = take_places(digits, __popc(members));
 #pragma unroll
   for (int i = 0; i < Experts::kSlots; ++i) {
-    if (members >> i & 1u) list[place++] = R::pick(keys[i], Experts::column(i, lane));
+    if (members >> i & 1u) list[place++] = R::pick(ranked[i], Experts::column(i, lane));
   }
   team_sync<kLanes>();
   return digits[Digits::kListed];
 }
 
-// By a bound on the k-th largest value; what reaches it is listed and sorted.
+// By a bound on the k-th largest key; what reaches it is listed and sorted.
 //
 // The bound comes from the maxima of kParts equal parts of each lane's slots: at least k elements reach the k-th largest
-// of those maxima, and mostly few more. Only these become keys. If more reach it than the list holds, or fewer than k
-// (NaN, elements that may not be picked), or if every slot is a part of its own, the picks are found by all of the keys.
+// of those maxima, and mostly few more. If more reach it than the list holds, or fewer than k (elements that may not be
+// picked), or if every slot is a part of its own, the picks are found by the digits of all keys.
 //
-// `live(slot)` says what may be picked; `members` gets a bit for each of a lane's slots that is. `digits` are
-// Digits::kWords words, zero at first; `list` holds kPlaces picks, twice as many where kCounted: those lists are put in
-// order by counting; `shared_row` holds kColumns floats, unless every slot is a part. All are the token's own.
-template <class R, class Experts, class Picks, int kParts, int kPlaces, bool kCounted, class Live>
-__device__ __forceinline__ void top_k_radix(const float (&x)[Experts::kSlots], Live live, int lane,
+// `members` gets a bit for each of a lane's slots that is picked. `digits` are Digits::kWords words, zero at first; `list`
+// holds kPlaces picks, twice as many where kCounted: those lists are put in order by counting; `shared_row` holds kColumns
+// keys, unless every slot is a part. All are the token's own.
+template <class R, class Experts, class Picks, int kParts, int kPlaces, bool kCounted>
+__device__ __forceinline__ void top_k_radix(const unsigned (&keys)[Experts::kSlots], int lane,
                                             typename R::Pick (&picked)[Picks::kSlots], unsigned& members,
-                                            unsigned* digits, typename R::Pick* list, float* shared_row) {
+                                            unsigned* digits, typename R::Pick* list, unsigned* shared_row) {
   using Pick = typename R::Pick;
   constexpr int kLanes = Experts::kLanes;
   constexpr int kPart = Experts::kSlots / kParts;
   static_assert(kLanes >= kWarp && Experts::kSlots % kParts == 0, "a warp or more; parts are equal");
-  static_assert(Experts::kSlots <= 32, "one bit a slot");
+  const unsigned offset = R::template offset<Experts>(lane);
   const auto clear = [&](int length) {
     for (int i = lane; kCounted && i < length; i += kLanes) list[i] = 0;
   };
   // A register cannot be indexed by a number known only at run time; shared memory can.
   const auto of_slot = [&](int slot) {
     const int column = Experts::column(slot, lane);
-    return R::pick(R::make(shared_row[column], column), column);
+    return R::pick(shared_row[column] + offset, column);
   };
   unsigned listed = 0;
   unsigned first = 0;  // of this lane's places in the list
@@ -190,27 +191,28 @@ __device__ __forceinline__ void top_k_radix(const float (&x)[Experts::kSlots], L
     unsigned largest[kParts];
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
-      float most = -infinity();
+      largest[part] = 0;
 #pragma unroll
-      for (int i = part * kPart; i < (part + 1) * kPart; ++i) most = live(i) ? fmaxf(most, x[i]) : most;
-      largest[part] = ordered_bits(most);
+      for (int i = part * kPart; i < (part + 1) * kPart; ++i) {
+        largest[part] = keys[i] > largest[part] ? keys[i] : largest[part];
+      }
     }
-    unsigned bits;
+    unsigned bound;
     if constexpr (kLanes == kWarp && kParts == 1) {
-      // One value a lane: sorting them takes fewer instructions than counting digits.
+      // One key a lane: sorting them takes fewer instructions than counting digits.
+      largest[0] += offset;
       sort_over_lanes<Row<kWarp, kWarp, 1>>(largest, lane);
-      bits = __shfl_sync(kAllLanes, largest[0], Picks::kColumns - 1);
+      bound = __shfl_sync(kAllLanes, largest[0], Picks::kColumns - 1);
       if (lane == 0) digits[Digits::kListed] = 0;
       team_sync<kLanes>();
     } else {
       unsigned k = Picks::kColumns;
       unsigned count;
-      bits = radix_select<kLanes, 32, 16>(largest, digits, lane, k, count);
+      bound = radix_select<kLanes, 32, 16>(largest, digits, lane, k, count);  // offsets do not reach these digits
     }
-    const float bound = from_ordered_bits(bits);
-#pragma unroll
-    for (int i = 0; i < Experts::kSlots; ++i) reaching |= (live(i) && x[i] >= bound ? 1u : 0u) << i;
-    to_shared<Experts>(x, shared_row, lane);
+    bound = bound > R::kSmallest ? bound : R::kSmallest;  // where too few can be picked
+    reaching = slots_from<Experts>(keys, bound - offset);
+    to_shared<Experts>(keys, shared_row, lane);
     const unsigned own = __popc(reaching);
     first = take_places(digits, own);
     if (first + own <= kPlaces) {
@@ -225,7 +227,7 @@ __device__ __forceinline__ void top_k_radix(const float (&x)[Experts::kSlots], L
   const bool bounded = listed >= Picks::kColumns && listed <= kPlaces;
   if (!bounded) {
     if (kPart > 1) clear(kPlaces);
-    listed = list_exactly<R, Experts>(x, live, lane, Picks::kColumns, digits, list, members);
+    listed = list_exactly<R, Experts>(keys, lane, Picks::kColumns, digits, list, members);
   }
   const Pick* sorted = list;
   if constexpr (kCounted) {

@@ -1,0 +1,68 @@
+// Sums over tokens, from the partial rows that the blocks of a row program left, and reductions of a whole block.
+#pragma once
+
+#include "moesaic/base.cuh"
+
+namespace moesaic {
+
+constexpr int kTileColumns = 32;  // columns that a block adds up
+
+// total[c] = partial[0][c] + partial[1][c] + ... for the 32 columns of one tile. A thread adds every kThreads / 32-th row, and
+// one thread a column adds these up in order, so that equal input gives equal bits.
+template <int kColumns, int kThreads, typename T>
+__device__ __forceinline__ void sum_partial_rows(const T* partial, long long rows, int tile, T* total) {
+  constexpr int kDepth = kThreads / kTileColumns;
+  __shared__ T sums[kDepth][kTileColumns];
+  const int x = threadIdx.x % kTileColumns;
+  const int y = threadIdx.x / kTileColumns;
+  const int column = tile * kTileColumns + x;
+  T sum = 0;
+  if (column < kColumns) {
+#pragma unroll 4
+    for (long long row = y; row < rows; row += kDepth) sum += load_one(partial + row * kColumns + column);
+  }
+  sums[y][x] = sum;
+  __syncthreads();
+  if (y == 0 && column < kColumns) {
+    for (int other = 1; other < kDepth; ++other) sum += sums[other][x];
+    store_one(total + column, sum);
+  }
+}
+
+// Whether this block is the last of the grid to get here; it then sees what the others wrote before. `ticket` is 0 at first.
+__device__ __forceinline__ bool is_last_block(int* ticket) {
+  __shared__ bool last;
+  __threadfence();   // what this thread wrote, before the count
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    check_access(ticket, sizeof(int), true);
+    last = atomicAdd(ticket, 1) == static_cast<int>(gridDim.x) - 1;
+  }
+  __syncthreads();
+  __threadfence();   // the count, before what the others wrote is read
+  return last;
+}
+
+// What another block of the same kernel wrote: not from a cache that may hold an older value.
+template <typename T>
+__device__ __forceinline__ T load_written(const T* address) {
+  check_access(address, sizeof(T), false);
+  return *static_cast<const volatile T*>(address);
+}
+
+// The sum over the threads of a block, in one order; every thread gets it.
+template <int kThreads>
+__device__ __forceinline__ float block_sum(float x) {
+  __shared__ float sums[kThreads / 32];
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) x += __shfl_xor_sync(0xffffffffu, x, distance);
+  __syncthreads();   // the sum before has been read
+  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = x;
+  __syncthreads();
+  float total = sums[0];
+#pragma unroll
+  for (int warp = 1; warp < kThreads / 32; ++warp) total += sums[warp];
+  return total;
+}
+
+}  // namespace moesaic

@@ -1,0 +1,293 @@
+"""Auxiliary losses, token masks and sums over tokens: values and gradients on every backend, and known cases."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from routing import BACKENDS, COMPILED, DIGITS, EXACT, GRADIENT, assert_close, assert_zero, cotangent, device_of
+
+import moesaic as mo
+
+LN2, LN3 = math.log(2), math.log(3)
+
+LOSSES = {
+    "balance": mo.LoadBalance(coef=0.5),
+    "like transformers": mo.LoadBalance(convention="transformers"),
+    "given tokens": mo.LoadBalance(num_tokens="given"),
+    "batch first": mo.LoadBalance(coef=2.0, segments="batch_first"),
+    "sequence first": mo.LoadBalance(segments="sequence_first"),
+    "z": mo.ZLoss(coef=0.1),
+    "entropy": mo.Entropy(coef=-0.3),
+}
+
+# The formulas once more, in plain torch and float64 -------------------------------------------------------------------
+
+
+def oracle(
+    loss: object,
+    logits: torch.Tensor,
+    indices: torch.Tensor,
+    mask: torch.Tensor,
+    score: str,
+    given: float = 0.0,
+) -> torch.Tensor:
+    """The loss of logits [T, E] and picks [T, K]; `mask` says which tokens count."""
+    experts, k = logits.shape[-1], indices.shape[-1]
+    logits, indices = logits[mask], indices[mask]
+    raw = torch.softmax(logits, -1) if score == "softmax" else torch.sigmoid(logits)
+    scores = raw / raw.sum(-1, keepdim=True)
+    n = len(logits)
+    if isinstance(loss, mo.ZLoss):
+        return loss.coef * (torch.logsumexp(logits, -1) ** 2).sum() / n
+    if isinstance(loss, mo.Entropy):
+        return loss.coef * torch.special.entr(scores).sum() / n
+    assert isinstance(loss, mo.LoadBalance)
+    if loss.convention == "transformers":
+        scores, indices = torch.softmax(logits, -1), logits.topk(k).indices
+        k = 1
+    counts = torch.bincount(indices.flatten(), minlength=experts).to(logits.dtype)
+    n = given or n
+    return loss.coef * experts / (k * n**2) * (counts * scores.sum(0)).sum()
+
+
+def by_sequence(order: str, x: torch.Tensor, sequences: int) -> list[torch.Tensor]:
+    """The rows [T, ...] of each sequence."""
+    grouped = x.unflatten(0, (sequences, -1) if order == "batch_first" else (-1, sequences))
+    return list(grouped if order == "batch_first" else grouped.transpose(0, 1))
+
+
+@pytest.mark.parametrize("backend", COMPILED)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_and_their_gradients(backend: str, name: str, masked: bool) -> None:
+    """With a gate bias, whose gradient is itself a sum over tokens, and weights that train, too."""
+    loss, sequences, length, experts, k = LOSSES[name], 3, 11, 13, 3
+    score = "softmax" if name in ("batch first", "entropy") else "sigmoid"
+    tokens = sequences * length
+    generator = torch.Generator().manual_seed(4)
+    x = 2 * torch.randn(tokens, experts, generator=generator)
+    gate_bias = torch.randn(experts, generator=generator)
+    mask = torch.rand(tokens, generator=generator) < (0.6 if masked else 2.0)
+    router = mo.Router(experts, k, score=score, gate_bias=True, losses={"it": loss}, outputs=("weights", "indices"))
+    order = router.segments or "batch_first"
+    shape = (sequences, length) if order == "batch_first" else (length, sequences)
+    if not router.segments:
+        shape = (tokens,)
+
+    device = device_of(backend)
+    logits = x.to(device).reshape(*shape, experts).requires_grad_()
+    bias = gate_bias.to(device).requires_grad_()
+    inputs = {"gate_bias": bias} | ({"num_tokens": 50} if "given" in name else {})
+    mask_given = mask.to(device).reshape(shape) if masked else None
+    r = mo.compile(router, backend=backend)(logits, token_mask=mask_given, **inputs)
+    d_weights = cotangent(r.weights, 3)
+    torch.autograd.backward([r.losses["it"], r.weights], [torch.tensor(1.5, device=device), d_weights])
+
+    leaf, leaf_bias = x.detach().double().requires_grad_(), gate_bias.detach().double().requires_grad_()
+    biased = leaf + leaf_bias
+    indices = biased.topk(k).indices
+    if router.segments:
+        every = zip(*(by_sequence(order, t, sequences) for t in (biased, indices, mask)), strict=True)
+        expected = torch.stack([oracle(loss, b, i, m, score) for b, i, m in every]).mean()
+    else:
+        expected = oracle(loss, biased, indices, mask, score, given=50.0 if "given" in name else 0.0)
+    raw = torch.softmax(biased, -1) if score == "softmax" else torch.sigmoid(biased)
+    weights = raw.gather(-1, indices)
+    torch.autograd.backward(
+        [expected, weights], [torch.tensor(1.5).double(), d_weights.cpu().double().reshape(tokens, k) * mask[:, None]]
+    )
+    assert_close("loss", r.losses["it"].reshape(1), expected.reshape(1), EXACT)
+    assert torch.equal(r.indices.cpu().reshape(tokens, k)[mask], indices[mask].int())
+    assert (r.indices.cpu().reshape(tokens, k)[~mask] == -1).all()
+    assert logits.grad is not None and bias.grad is not None
+    found = logits.grad.cpu().reshape(tokens, experts)
+    assert leaf.grad is not None and leaf_bias.grad is not None
+    assert_close("gradient of the logits", found, leaf.grad, GRADIENT)
+    if masked:
+        assert_zero("gradient of masked tokens", found[~mask])
+    assert_close("gradient of the gate bias", bias.grad, leaf_bias.grad, GRADIENT)
+
+
+# Cases ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_padding_tokens_do_not_count(backend: str) -> None:
+    """Nor does it matter what they hold."""
+    router = mo.Router(2, 1, losses={"balance": mo.LoadBalance(), "z": mo.ZLoss()})
+    for padding in ([10.0, 0.0], [math.nan, -math.inf], [math.inf, 3e38]):
+        logits = torch.tensor([[LN3, 0.0], [0.0, LN3], padding, padding], device=device_of(backend)).requires_grad_()
+        mask = torch.tensor([True, True, False, False], device=logits.device)
+        r = mo.compile(router, backend=backend)(logits, token_mask=mask)
+        assert r.losses["balance"].item() == pytest.approx(1.0, abs=1e-6)
+        assert r.losses["z"].item() == pytest.approx(LN2**2 * 4, abs=1e-5)  # 1.92181
+        assert r.counts.tolist() == [1, 1]
+        assert r.indices.tolist() == [[0], [1], [-1], [-1]] and r.weights[2:].tolist() == [[0.0], [0.0]]
+        (r.losses["balance"] + r.losses["z"] + r.weights.sum()).backward()
+        assert logits.grad is not None and logits.grad[:2].abs().sum() > 0
+        assert_zero("gradient of padding", logits.grad[2:])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_underflowing_scores_cannot_cheat_the_loss(backend: str) -> None:
+    router = mo.Router(4, 1, score="sigmoid", outputs=("indices",), losses={"balance": mo.LoadBalance()})
+    logits = torch.full((4, 4), -60.0, device=device_of(backend))
+    assert mo.compile(router, backend=backend)(logits).losses["balance"].item() == pytest.approx(1.0, abs=1e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_z_loss_does_not_overflow(backend: str, dtype: torch.dtype) -> None:
+    router = mo.Router(2, 1, outputs=("indices",), losses={"z": mo.ZLoss()})
+    logits = torch.tensor([[200.0, 0.0]], dtype=dtype, device=device_of(backend), requires_grad=True)
+    loss = mo.compile(router, backend=backend)(logits).losses["z"]
+    loss.backward()
+    assert loss.item() == 40000.0 and logits.grad is not None and logits.grad.tolist() == [[400.0, 0.0]]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("tokens", [0, 4])
+def test_no_token_that_counts(backend: str, tokens: int) -> None:
+    losses = {
+        "balance": mo.LoadBalance(),
+        "z": mo.ZLoss(),
+        "h": mo.Entropy(),
+        "s": mo.LoadBalance(segments="batch_first"),
+    }
+    router = mo.Router(5, 2, gate_bias=True, losses=losses)
+    device = device_of(backend)
+    logits = torch.randn(1 if tokens else 0, tokens, 5, device=device).requires_grad_()
+    bias = torch.zeros(5, device=device, requires_grad=True)
+    mask = torch.zeros(logits.shape[:-1], dtype=torch.bool, device=device)
+    r = mo.compile(router, backend=backend)(logits, gate_bias=bias, token_mask=mask)
+    assert all(loss.item() == 0.0 for loss in r.losses.values()) and r.counts.tolist() == [0] * 5
+    torch.autograd.backward([*r.losses.values(), r.weights], [*map(torch.ones_like, r.losses.values()), r.weights + 1])
+    assert logits.grad is not None and logits.grad.shape == logits.shape and bias.grad is not None
+    assert_zero("gradient of the logits", logits.grad)
+    assert_zero("gradient of the gate bias", bias.grad)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_of_weights_and_losses_add_up(backend: str) -> None:
+    values = torch.tensor([[LN3, LN2, 0.0, 0.0]], device=device_of(backend))
+
+    def gradient(**factors: float) -> torch.Tensor:
+        router = mo.Router(4, 1, losses={"balance": mo.LoadBalance(coef=0.7), "z": mo.ZLoss(coef=0.3)})
+        logits = values.clone().requires_grad_()
+        r = mo.compile(router, backend=backend)(logits)
+        total = sum(f * (r.weights.sum() if n == "weight" else r.losses[n]) for n, f in factors.items())
+        assert isinstance(total, torch.Tensor)
+        total.backward()
+        assert logits.grad is not None
+        return logits.grad
+
+    main = gradient(weight=1.0)
+    assert_close("main part", main, torch.tensor([[0.24490, -0.12245, -0.06122, -0.06122]]), DIGITS)
+    alone = main + gradient(balance=1.0) + gradient(z=1.0)
+    assert_close("sum of separate backward passes", gradient(weight=1.0, balance=1.0, z=1.0), alone, EXACT)
+
+
+@pytest.mark.parametrize("backend", COMPILED)
+def test_a_loss_of_your_own_trains_through_sums_of_scores(backend: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(37, 12, generator=generator)
+    router = mo.Router(12, 4, score="sigmoid", outputs=("score_sums", "counts"))
+    logits = x.to(device_of(backend)).requires_grad_()
+    r = mo.compile(router, backend=backend)(logits)
+    (r.score_sums.square() * r.counts).sum().backward()
+    leaf = x.detach().double().requires_grad_()
+    scores = torch.sigmoid(leaf)
+    counts = torch.bincount(leaf.topk(4).indices.flatten(), minlength=12)
+    ((scores / scores.sum(-1, keepdim=True)).sum(0).square() * counts).sum().backward()
+    assert logits.grad is not None and leaf.grad is not None
+    assert_close("gradient", logits.grad, leaf.grad, GRADIENT)
+
+
+@pytest.mark.parametrize("backend", COMPILED)
+def test_losses_are_equal_bits_on_every_run(backend: str) -> None:
+    router = mo.Router(60, 4, losses={"balance": mo.LoadBalance(), "z": mo.ZLoss()}, outputs=("score_sums",))
+    logits = torch.randn(3001 if backend == "cuda" else 301, 60, device=device_of(backend))
+    layer = mo.compile(router, backend=backend)
+    first = layer(logits)
+    for _ in range(100 if backend == "cuda" else 3):
+        again = layer(logits)
+        assert torch.equal(first.score_sums, again.score_sums)
+        assert all(torch.equal(first.losses[n], again.losses[n]) for n in router.losses)
+
+
+def test_masks_hold_in_dense_outputs_groups_and_given_picks() -> None:
+    generator = torch.Generator().manual_seed(8)
+    x, mask = torch.randn(29, 16, generator=generator), torch.rand(29, generator=generator) < 0.5
+    outputs = ("weights", "indices", "counts", "probs", "map", "scores", "bitmap", "logsumexp")
+    for router, inputs in (
+        (mo.Router(16, 4, groups=4, groups_kept=2, renormalize=True, outputs=outputs), {}),
+        (mo.Router(16, 9, score="sigmoid", selection_bias=True, outputs=outputs), {"bias": torch.randn(16)}),
+        (mo.Router(16, 2, selection="given", outputs=outputs), {"indices": torch.randint(-1, 17, (29, 2)).int()}),
+    ):
+        whole = mo.compile(router, backend="emulate")(x, **inputs, token_mask=mask)
+        rows = {n: t[mask] if t.shape[:1] == mask.shape else t for n, t in inputs.items()}
+        kept = mo.compile(router, backend="emulate")(x[mask], **rows)
+        for name in outputs:
+            if name == "counts":
+                assert torch.equal(whole.counts, kept.counts)
+                continue
+            assert torch.equal(getattr(whole, name)[mask], getattr(kept, name)), name
+            assert (getattr(whole, name)[~mask] == (-1 if name == "indices" else 0)).all(), name
+
+
+# Declaring ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: mo.LoadBalance(coef=math.nan), "coef must be a finite number, found nan"),
+        (lambda: mo.LoadBalance(segments="batchfirst"), r"unknown LoadBalance: segments 'batchfirst'"),
+        (lambda: mo.LoadBalance(segments="batch_first", num_tokens="given"), "by sequence counts the tokens of each"),
+        (lambda: mo.Router(4, 1, losses={"a b": mo.ZLoss()}), "named by identifiers, found 'a b'"),
+        (lambda: mo.Router(4, 1, losses={"z": 0.1}), "loss 'z' must be a LoadBalance, ZLoss or Entropy, found 0.1"),
+        (
+            lambda: mo.Router(4, 1, losses={o: mo.LoadBalance(segments=o) for o in ("batch_first", "sequence_first")}),
+            "must agree in the order of tokens",
+        ),
+    ],
+)
+def test_losses_that_mean_nothing_are_refused(make: object, message: str) -> None:
+    assert callable(make)
+    with pytest.raises(mo.MoesaicError, match=message):
+        make()
+
+
+def test_logits_without_sequences_are_refused() -> None:
+    layer = mo.compile(mo.Router(4, 1, losses={"s": mo.LoadBalance(segments="sequence_first")}))
+    with pytest.raises(mo.MoesaicError, match=r"logits must have the shape \[S, N, E\], found \[6, 4\]"):
+        layer(torch.randn(6, 4))
+
+
+def test_masks_of_other_shapes_and_types_are_refused() -> None:
+    layer = mo.compile(mo.Router(4, 1))
+    with pytest.raises(mo.MoesaicError, match=r"token_mask must have shape \[6\], found \[5\]"):
+        layer(torch.randn(6, 4), token_mask=torch.ones(5, dtype=torch.bool))
+    with pytest.raises(mo.MoesaicError, match=r"token_mask must be bool, found fp32"):
+        layer(torch.randn(6, 4), token_mask=torch.ones(6))
+
+
+@pytest.mark.emulate
+def test_losses_under_torch_compile() -> None:
+    router = mo.Router(8, 2, losses={"balance": mo.LoadBalance(segments="batch_first"), "z": mo.ZLoss()})
+    layer = mo.compile(router, backend="emulate")
+
+    @torch.compile(fullgraph=True, dynamic=True)
+    def step(logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        r = layer(logits, token_mask=mask)
+        return r.losses["balance"] + r.losses["z"]
+
+    for n, s in ((2, 5), (3, 7)):
+        logits, mask = torch.randn(n, s, 8).requires_grad_(), torch.rand(n, s) < 0.7
+        loss = step(logits, mask)
+        loss.backward()
+        eager = layer(logits.detach(), token_mask=mask).losses
+        assert torch.equal(loss, eager["balance"] + eager["z"])
+        assert logits.grad is not None and logits.grad[mask].abs().sum() > 0 and (logits.grad[~mask] == 0).all()
