@@ -25,6 +25,16 @@ _TABLE: dict[str, str] = {
     "parse": "moesaic.ir.parser:parse",
     # compiling
     "compile": "moesaic.runtime.compile:compile",
+    # on tensors that are there: scores, losses, balancing
+    "scores": "moesaic.runtime.functional:scores",
+    "load_balance_loss": "moesaic.runtime.functional:load_balance_loss",
+    "z_loss": "moesaic.runtime.functional:z_loss",
+    "entropy_loss": "moesaic.runtime.functional:entropy_loss",
+    "pooled_load_balance": "moesaic.runtime.functional:pooled_load_balance",
+    "update_bias": "moesaic.runtime.functional:update_bias",
+    "load_metrics": "moesaic.runtime.functional:load_metrics",
+    # Transformer Engine's names
+    "te": "moesaic.te",
     # errors
     "MoesaicError": "moesaic.ir.errors:MoesaicError",
 }
@@ -35,6 +45,7 @@ _PACKAGES = ("ir", "passes", "templates", "codegen", "runtime")
 __all__ = ["__version__", *_TABLE]  # noqa: PLE0604 - names come from the table
 
 if TYPE_CHECKING:
+    from moesaic import te as te
     from moesaic.ir import math_functions as math
     from moesaic.ir.builder import Builder
     from moesaic.ir.declare import Router, norm, sum_top
@@ -42,6 +53,15 @@ if TYPE_CHECKING:
     from moesaic.ir.losses import Entropy, LoadBalance, ZLoss
     from moesaic.ir.parser import parse
     from moesaic.runtime.compile import compile
+    from moesaic.runtime.functional import (
+        entropy_loss,
+        load_balance_loss,
+        load_metrics,
+        pooled_load_balance,
+        scores,
+        update_bias,
+        z_loss,
+    )
 
 
 def __getattr__(name: str) -> Any:

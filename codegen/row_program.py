@@ -688,6 +688,12 @@ class _Emitter:
         assert isinstance(op, col.Sum)
         name = self._name(op.y)
         rows, index = self._summed_rows(op)
+        if self._sums_in_shared(op):
+            self.out.setup += [
+                f"__shared__ moesaic::LaneSums<{rows}, kThreads> {name};  // %{op.y.name or name}, each lane's share",
+                f"{name}.clear();",
+            ]
+            return [f"if (active) {name}.add({self._array(op.x)});"]
         self.out.setup += [
             f"float {name}[{rows}::kSlots];  // %{op.y.name or name}, this lane's share of the sums over tokens",
             "#pragma unroll",
@@ -701,6 +707,9 @@ class _Emitter:
             f"  if (active) {name}[i] += {self._read(op.x, 'i')};",
             "}",
         ]
+
+    def _sums_in_shared(self, op: col.Sum) -> bool:
+        return self.config.get("sums") == "shared" and self._layout(op.x).kind == "experts"
 
     def _summed_rows(self, op: col.Sum) -> tuple[str, str]:
         """The row type of what is summed, and the index of its slots; a number per token is a row of one."""
@@ -816,8 +825,12 @@ class _Emitter:
         assert isinstance(value.op, col.Sum)
         rows, _ = self._summed_rows(value.op)
         scratch = self._unique(f"{name}_scratch")
+        self.out.finish.append("")
+        if self._sums_in_shared(value.op):
+            collected = self._unique(f"{name}_collected")
+            self.out.finish += [f"float {collected}[{rows}::kSlots];", f"{name}.read({collected});"]
+            name = collected
         self.out.finish += [
-            "",
             f"__shared__ float {scratch}[kThreads / 32 * {rows}::kColumns];",
             f"moesaic::store_column_sums<{rows}, kThreads>({name}, {scratch}, {row_of_block}, lane);",
         ]

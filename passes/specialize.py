@@ -50,6 +50,8 @@ _RESIDENT_WITH_GROUPS = 4  # blocks a multiprocessor; without the bound, registe
 _RESIDENT_LANES = 768  # the same for blocks that select by radix
 _RESIDENT_LANES_OF_WIDE_RANKS = 512
 _BOUNDED_SLOTS = 18  # of a lane, at most: more do not fit these registers
+_RESIDENT_WHERE_COMPACT = 8  # a kernel that only selects waits for what it loads: more warps hide more of that
+_SUMMED_SLOTS = 16  # from so many on, a lane of a warp keeps its sums over tokens in shared memory
 _PREFETCH_EXPERTS = range(128, 4097)  # shorter rows leave enough loads in flight as it is, longer ones no registers
 
 DIGIT_WORDS = 260
@@ -110,7 +112,7 @@ class Specialize(Pass):
             aligned: dict[Value, int] = dict(zip(function.arguments, given, strict=False))
             for op in function.body.ops:
                 if isinstance(op, Kernel):
-                    config = {"threads": "256"} if op.template == "col_finish" else self._row_program(op, aligned)
+                    config = {"threads": "1024"} if op.template == "col_finish" else self._row_program(op, aligned)
                     op.attributes["config"] = ("target=" + self.target, *(f"{k}={v}" for k, v in config.items()))
         return True
 
@@ -169,15 +171,21 @@ class Specialize(Pass):
             in_lanes = all(_groups_in_lanes(o, experts, vec, lanes) for o in limits)
             select["groups"] = "block" if block else "lanes" if in_lanes else "shared"
         columns = [o for o in op.region.ops if isinstance(o, col.ColumnReduction)]
-        threads = self.threads or (64 if self.tokens == "few" else 256 if columns and not grouped else 128)
+        threads = self.threads or (64 if self.tokens == "few" else 128)
         per_token = _shared_bytes_per_token(op.region, experts, vec, lanes, select)
+        sums = [o for o in columns if isinstance(o, col.Sum)]
         if block:  # a lane is the only one with its columns: what is summed over tokens needs no shared memory
             threads = lanes
             exchanged = exchanged_bytes(op.region, lanes)
             select["tables"] = "dynamic" if per_token + exchanged > _SHARED_LIMIT else "static"
         else:
             fixed = sum(4 * experts for o in columns if isinstance(o, col.Count))
-            per_warp = sum(4 * _columns(o.x) for o in columns if isinstance(o, col.Sum))
+            per_warp = sum(4 * _columns(o.x) for o in sums)
+            slots_a_lane = chunks * vec // lanes
+            if slots_a_lane >= _SUMMED_SLOTS and any(layouts[o.x].kind == "experts" for o in sums):
+                # In registers, the sums of long rows would leave room for fewer warps.
+                select["sums"] = "shared"
+                per_warp += 32 * 4 * slots_a_lane * sum(layouts[o.x].kind == "experts" for o in sums)
             while threads > 32 and fixed + per_warp * threads // 32 + per_token * threads // lanes > _SHARED_LIMIT:
                 threads //= 2
         alignment = [aligned.get(v, 16) for v in op.operands[: op.reads]]
@@ -186,12 +194,15 @@ class Specialize(Pass):
         rows = [a for a in op.region.arguments if layouts[a].kind == "experts"]
         wanted = dense and len(rows) == 1 and experts in _PREFETCH_EXPERTS and not wide and self.tokens == "many"
         wanted = wanted and not segments_of(op.region)  # the next token of a sequence may lie far away
-        resident = _RESIDENT_WITH_GROUPS if grouped and threads == 128 and experts <= 256 else 1
+        bounded = grouped and threads == 128 and experts <= 256 and not sums
+        prefetch = self.prefetch or ("on" if wanted else "off")
+        resident = _RESIDENT_WITH_GROUPS if bounded else 1
+        if select.get("select") == "merge" and not (wide or dense or limits or sums) and threads == 128 and vec > 1:
+            resident = _RESIDENT_WHERE_COMPACT
         one_row = [layouts[a].kind for a in op.region.arguments] == ["experts"]
         spare = -(-experts // (vec * lanes)) * vec <= _BOUNDED_SLOTS and picks <= _BOUNDED_PICKS and not limits
         if block and one_row and spare and select.get("select") == "radix":
             resident = max(1, (_RESIDENT_LANES_OF_WIDE_RANKS if wide else _RESIDENT_LANES) // lanes)
-        prefetch = self.prefetch or ("on" if wanted else "off")
         return {
             "lanes": str(lanes),
             "vec": str(vec),
@@ -381,15 +392,16 @@ def _shared_bytes_per_token(region: Block, experts: int, vec: int, lanes: int, c
     staged = False
     for op in region.ops:
         if isinstance(op, row.TopK):
+            collects = choices["select"] == "merge" and not _packed(op)
             if choices["select"] == "sort":
                 total += 8 * padded_columns(experts, vec, lanes)
-            elif choices["select"] == "merge":
+            elif collects:
                 total += 8 * op.k
-                staged = True
             elif choices["select"] == "radix":
                 shape = RadixShape.of(op, experts, vec, lanes)
                 total += 8 * shape.length + 4 * DIGIT_WORDS
                 staged |= shape.bounded
+            staged |= collects
         elif isinstance(op, row.GroupLimit) and choices["groups"] != "lanes":
             total += 4 * op.groups
             staged = True

@@ -102,6 +102,9 @@ class Signature:
     has_rows: tuple[bool, ...]
     segments: str
     """How the tokens of sequences lie in the logits, if anything is computed by sequence; else empty."""
+    sequences: str
+    """The input that has a row for each sequence and nothing in it, and is made from the logits' shape; empty if none
+    is."""
 
 
 _signatures: dict[str, Signature] = {}
@@ -127,6 +130,7 @@ def signature_of(handle: str) -> Signature:
             columns=columns,
             has_rows=tuple(t.leading == "T" for t in function.result_types),
             segments=_segments(function),
+            sequences=next((a.name for a in function.arguments if _is_only_a_number_of_sequences(a.type)), ""),
         )
     return found
 
@@ -136,6 +140,10 @@ def _segments(function: Function) -> str:
     if len(found) > 1:
         raise InputError(f"@{function.name} computes by sequence in two orders of tokens: {', '.join(sorted(found))}")
     return found.pop() if found else ""
+
+
+def _is_only_a_number_of_sequences(type: TensorType) -> bool:
+    return type.leading == "N" and type.shape[1:] == (0,)
 
 
 @torch.compiler.assume_constant_result
@@ -353,15 +361,18 @@ class CompiledLayer:
     def _warm_up(self, program: Program, tokens: int, device: torch.device | str, backward: bool) -> None:
         """Calls the layer on zeros, forward and backward, so that everything it needs is there."""
         made = {}
-        for argument in program.function.arguments:
-            if argument.type.leading == "N":
-                continue  # comes from the shape of the logits
-            shape = [tokens if isinstance(d, Affine) else d for d in argument.type.shape]
-            made[argument.name] = torch.zeros(shape, dtype=TORCH_DTYPES[argument.type.dtype], device=device)
+        signature = signature_of(program.key)
+        lengths = {"rows": (tokens,), "sequences": (1,)}
+        for wanted in signature.inputs:
+            if wanted.name != signature.sequences:
+                shape = (*lengths.get(wanted.kind, ()), *wanted.columns)
+                made[wanted.name] = torch.zeros(shape, dtype=wanted.dtype, device=device)
         first, *rest = made.items()
-        if signature_of(program.key).segments:
-            first = (first[0], first[1].unsqueeze(0))
-            rest = [(n, t.unsqueeze(0) if t.dim() == 2 else t) for n, t in rest]
+        if signature.segments:  # one sequence
+            axis = 0 if signature.segments == "batch_first" else 1
+            of_tokens = {wanted.name for wanted in signature.inputs if wanted.kind == "rows"}
+            first = (first[0], first[1].unsqueeze(axis))
+            rest = [(n, t.unsqueeze(axis) if n in of_tokens else t) for n, t in rest]
         with torch.no_grad():
             self(first[1], **dict(rest))
         if not backward:
@@ -581,6 +592,12 @@ def _bind(signature: Signature, logits: torch.Tensor, inputs: Mapping[str, torch
     made = 0
     for wanted in signature.inputs[1:]:
         given = inputs.get(wanted.name)
+        sequences = _sequences(signature, logits) if wanted.kind == "sequences" else 0
+        if given is None and wanted.name == signature.sequences:
+            # An empty batch counts as one empty sequence, here and below.
+            tensors.append(logits.new_empty((sequences or 1, 0), dtype=torch.float32))
+            made += 1
+            continue
         if given is None:
             if wanted.kind == "sequences":
                 tensors.append(_sequences(signature, logits))
@@ -588,7 +605,11 @@ def _bind(signature: Signature, logits: torch.Tensor, inputs: Mapping[str, torch
                 continue
             _refuse_undeclared(signature, inputs)  # a slip of the pen is the likeliest reason
             raise InputTypeError(f"input {wanted.name!r} ({wanted.text}) is missing")
-        tensors.append(_dense_rows(_checked(wanted, given, rows, logits.shape[:-1])))
+        leading = (sequences,) if wanted.kind == "sequences" else tuple(logits.shape[:-1])
+        checked = _checked(wanted, given, rows, leading)
+        if wanted.kind == "sequences" and sequences == 0:
+            checked = checked.new_zeros((1, *wanted.columns))
+        tensors.append(_dense_rows(checked))
     if len(inputs) >= len(tensors) - made:
         _refuse_undeclared(signature, inputs)
     return tensors
@@ -601,16 +622,16 @@ def _native_size(dim: Dim) -> int:
     return dim
 
 
-def _sequences(signature: Signature, logits: torch.Tensor) -> torch.Tensor:
-    """A tensor without elements whose rows are the sequences; an empty batch counts as one empty sequence."""
+def _sequences(signature: Signature, logits: torch.Tensor) -> int:
+    """N, from the shape of the logits."""
     axis = 0 if signature.segments == "batch_first" else 1
     if logits.dim() != 3:
         order = "[N, S, E]" if axis == 0 else "[S, N, E]"
         raise InputError(
-            f"a loss by sequence is declared, {signature.segments}: logits must have the shape {order}, "
-            f"found {list(logits.shape)}"
+            f"a loss by sequence is declared, {signature.segments}: {signature.inputs[0].name} must have the shape "
+            f"{order}, found {list(logits.shape)}"
         )
-    return logits.new_empty((logits.shape[axis] if logits.shape[axis] != 0 else 1, 0), dtype=torch.float32)
+    return logits.shape[axis]
 
 
 def _refuse_undeclared(signature: Signature, inputs: Mapping[str, torch.Tensor]) -> None:
@@ -635,28 +656,34 @@ def _dense_rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous()
 
 
-def _number(name: str, given: object, rows: torch.Tensor) -> object:
-    """A Python number, or a tensor of one integer, as the float scalar that kernels read; without a synchronisation."""
+def as_number(name: str, given: object, rows: torch.Tensor) -> torch.Tensor:
+    """A number, or a tensor of one, as a float scalar on the device of `rows`; without a synchronisation.
+
+    Raises:
+        InputTypeError: it is neither.
+        InputError: it is a tensor of more than one element, or of none.
+    """
     dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
-    if isinstance(given, int | float) and not isinstance(given, bool):
-        return rows.new_full((), float(given), dtype=dtype)
-    if isinstance(given, torch.Tensor) and given.numel() == 1 and given.dtype in (torch.int32, torch.int64):
+    if isinstance(given, torch.Tensor):
+        if given.numel() != 1:
+            raise InputError(f"{name} must be a number or a tensor of one element, found shape {list(given.shape)}")
         return given.reshape(()).to(dtype)
-    if isinstance(given, torch.Tensor) and list(given.shape) == [1]:
-        return given.reshape(())
-    return given
+    if isinstance(given, bool) or not isinstance(given, int | float):
+        raise InputTypeError(f"{name} must be a number or a tensor of one element, found {type(given).__name__}")
+    return rows.new_full((), float(given), dtype=dtype)
 
 
-def _checked(wanted: Input, given: object, rows: torch.Tensor, leading: torch.Size) -> torch.Tensor:
+def _checked(wanted: Input, given: object, rows: torch.Tensor, leading: tuple[int, ...]) -> torch.Tensor:
+    """An input as the function takes it; `leading` is what stands in a call for the T or N of its rows."""
     name = wanted.name
     if wanted.kind == "number":
-        given = _number(name, given, rows)
+        given = as_number(name, given, rows)
     if not isinstance(given, torch.Tensor):
         raise InputTypeError(f"{name} must be a tensor, found {type(given).__name__}")
-    expected = [*leading, *wanted.columns] if wanted.kind == "rows" else [*wanted.columns]
-    if list(given.shape[1:] if wanted.kind == "sequences" else given.shape) != expected:
-        shape = ["N", *expected] if wanted.kind == "sequences" else expected
-        raise InputError(f"{name} must have shape {shape}, found {list(given.shape)}")
+    has_rows = wanted.kind in ("rows", "sequences")
+    expected = [*leading, *wanted.columns] if has_rows else [*wanted.columns]
+    if list(given.shape) != expected:
+        raise InputError(f"{name} must have shape {expected}, found {list(given.shape)}")
     if wanted.kind == "rows" and len(leading) != 1:
         given = given.reshape(rows.shape[0], *wanted.columns)
     wide = given.dtype == torch.float64 and rows.dtype == torch.float64

@@ -75,6 +75,21 @@ ROUTERS: dict[str, tuple[str, mo.Router]] = {  # name: dtype of the logits, rout
     "E2304-dense": ("bf16", mo.Router(2304, 36, renormalize=True, outputs=DENSE)),
     "E2304-dense-fp32": ("fp32", mo.Router(2304, 36, score="sigmoid", renormalize=True, outputs=DENSE)),
     "E896-dense": ("bf16", mo.Router(896, 16, renormalize=True, outputs=DENSE)),
+    "E2304-losses": (
+        "bf16",
+        mo.Router(
+            2304,
+            36,
+            renormalize=True,
+            losses={"balance": mo.LoadBalance(segments="batch_first"), "z": mo.ZLoss()},
+            outputs=(*COMPACT, "bitmap"),
+        ),
+    ),
+    "E1531-given": (
+        "fp32",
+        mo.Router(1531, 8, score="sigmoid", selection="given", outputs=(*COMPACT, *DENSE, "bitmap")),
+    ),
+    "E896-many-picks": ("bf16", mo.Router(896, 20, renormalize=True, outputs=DENSE)),
     "E2048-groups": ("bf16", mo.Router(2048, 8, **DEEPSEEK, gate_bias=True, outputs=(*COMPACT, *DENSE))),
     "E1531-all-picked": ("fp32", mo.Router(1531, 1531, order="topk_then_score", outputs=("weights", "indices"))),
     "E8192-many-picks": ("fp32", mo.Router(8192, 300, score="sigmoid", renormalize=True, outputs=DENSE)),

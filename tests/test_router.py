@@ -27,9 +27,9 @@ from routing import (
 import moesaic as mo
 from moesaic.codegen.kernel import GeneratedKernel
 from moesaic.ir.errors import EmulationError
-from moesaic.passes.specialize import Specialize
 from moesaic.runtime import execute
 from moesaic.runtime.execute import RUNNERS, EmulatedRunner
+from moesaic.runtime.program import program_of
 
 EVERY_OUTPUT = ("weights", "indices", "counts", "probs", "map")
 
@@ -392,17 +392,15 @@ CONFIGURATIONS: list[dict[str, object]] = [
 @both_routers
 @pytest.mark.parametrize("number", range(len(CONFIGURATIONS)))
 @compiled_backend
-def test_the_configuration_changes_no_bit_of_a_row(
-    monkeypatch: pytest.MonkeyPatch, router: mo.Router, number: int, backend: str
-) -> None:
+def test_the_configuration_changes_no_bit_of_a_row(router: mo.Router, number: int, backend: str) -> None:
     """Lanes, threads and the way of selecting spread the work; sums keep their order."""
     logits = logits_for(router, 67)
     logits[3], logits[4, ::3], logits[5, ::2] = 1.0, -INF, NAN
     wanted = route(router, backend, logits)
     options = CONFIGURATIONS[number]
-    monkeypatch.setattr("moesaic.runtime.program.Specialize", functools.partial(Specialize, **options))
     # Under another name it is another program, so that nothing specialised before is found again.
-    other = dataclasses.replace(router, name=f"configured_{number}")
+    other = dataclasses.replace(router, name=f"configured_{number}").module()
+    program_of(other).override(f"specialize{{{' '.join(f'{n}={v}' for n, v in options.items())}}}")
     layer = mo.compile(other, backend=backend)
     for name, value in options.items():
         assert f"{name}={value}" in layer.ir("specialize")

@@ -686,6 +686,7 @@ def test_what_training_saves(name: str, backend: str) -> None:
 @compiled_backends
 @routers
 def test_inference_saves_nothing(name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOESAIC_LAUNCHER", "python")  # whose calls can be watched
     router, device = ROUTERS[name], device_of(backend)
     layer = mo.compile(router, backend=backend)
     logits, others = logits_of(router, 6, device=device), others_of(router, device)

@@ -7,26 +7,26 @@ namespace moesaic {
 
 constexpr int kTileColumns = 32;  // columns that a block adds up
 
-// total[c] = partial[0][c] + partial[1][c] + ... for the 32 columns of one tile. A thread adds every kThreads / 32-th row, and
-// one thread a column adds these up in order, so that equal input gives equal bits.
+// total[c] = partial[0][c] + partial[1][c] + ... for the 32 columns of one tile. Each warp adds every 32nd row, a lane a
+// column; then each warp adds what the warps have for one column. The order is fixed: equal input gives equal bits.
 template <int kColumns, int kThreads, typename T>
 __device__ __forceinline__ void sum_partial_rows(const T* partial, long long rows, int tile, T* total) {
-  constexpr int kDepth = kThreads / kTileColumns;
-  __shared__ T sums[kDepth][kTileColumns];
-  const int x = threadIdx.x % kTileColumns;
-  const int y = threadIdx.x / kTileColumns;
-  const int column = tile * kTileColumns + x;
+  static_assert(kThreads == 32 * kTileColumns, "as many warps as a tile has columns");
+  __shared__ T sums[kTileColumns][kTileColumns + 1];  // one more: columns are read, too
+  const int lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
+  const int column = tile * kTileColumns + lane;
   T sum = 0;
   if (column < kColumns) {
-#pragma unroll 4
-    for (long long row = y; row < rows; row += kDepth) sum += load_one(partial + row * kColumns + column);
+#pragma unroll 8
+    for (long long row = warp; row < rows; row += kTileColumns) sum += load_one(partial + row * kColumns + column);
   }
-  sums[y][x] = sum;
+  sums[warp][lane] = sum;
   __syncthreads();
-  if (y == 0 && column < kColumns) {
-    for (int other = 1; other < kDepth; ++other) sum += sums[other][x];
-    store_one(total + column, sum);
-  }
+  sum = sums[lane][warp];
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+  if (lane == 0 && tile * kTileColumns + warp < kColumns) store_one(total + tile * kTileColumns + warp, sum);
 }
 
 // Whether this block is the last of the grid to get here; it then sees what the others wrote before. `ticket` is 0 at first.

@@ -492,6 +492,40 @@ __device__ __forceinline__ void bitmap(const int (&indices)[Picks::kSlots], int 
 
 // ------------------------------------------------------------------------------------------------- sums over tokens
 
+// A lane's share of sums over tokens in shared memory, where registers would cost more: slot i of a thread is part i % 4 of
+// word [i / 4][thread], so that a warp's words are consecutive.
+template <class R, int kThreads>
+struct LaneSums {
+  static_assert(R::kSlots % 4 == 0, "whole words");
+  float4 words[R::kSlots / 4][kThreads];
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int i = 0; i < R::kSlots / 4; ++i) words[i][threadIdx.x] = float4{};
+  }
+  __device__ __forceinline__ void add(const float (&x)[R::kSlots]) {
+#pragma unroll
+    for (int i = 0; i < R::kSlots / 4; ++i) {
+      float4 word = words[i][threadIdx.x];
+      word.x += x[4 * i];
+      word.y += x[4 * i + 1];
+      word.z += x[4 * i + 2];
+      word.w += x[4 * i + 3];
+      words[i][threadIdx.x] = word;
+    }
+  }
+  __device__ __forceinline__ void read(float (&x)[R::kSlots]) const {
+#pragma unroll
+    for (int i = 0; i < R::kSlots / 4; ++i) {
+      const float4 word = words[i][threadIdx.x];
+      x[4 * i] = word.x;
+      x[4 * i + 1] = word.y;
+      x[4 * i + 2] = word.z;
+      x[4 * i + 3] = word.w;
+    }
+  }
+};
+
 // Adds up what the lanes of a block collected for the same columns, in a fixed order, into one row of partial sums.
 // `scratch` holds [warps][kColumns] floats of shared memory.
 template <class R, int kThreads>
