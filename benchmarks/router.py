@@ -608,7 +608,8 @@ def run_resources(args: argparse.Namespace, target: Target) -> int:
             executable = variant.executable(kind, target)
             for kernel, op in zip(executable.kernels, _kernel_ops(executable), strict=True):
                 used, sass, shuffles = _compiled(kernel, target)
-                blocks = target.occupancy(used.registers, used.static_shared_bytes, kernel.threads)
+                shared = used.static_shared_bytes + kernel.shared_bytes
+                blocks = target.occupancy(used.registers, shared, kernel.threads)
                 warps = blocks * -(-kernel.threads // WARP_THREADS)
                 spilling += used.uses_local_memory
                 print(
@@ -616,7 +617,7 @@ def run_resources(args: argparse.Namespace, target: Target) -> int:
                     f"{op.configuration.get('lanes', '-'):>5}  {kernel.threads:7}  "
                     f"{op.configuration.get('select', '-'):6}  {used.registers:4}  "
                     f"{used.spill_store_bytes + used.spill_load_bytes:6}  {used.stack_bytes:5}  "
-                    f"{used.static_shared_bytes:6}  {blocks:9}  {warps / target.max_warps_per_sm:5.0%}  "
+                    f"{shared:6}  {blocks:9}  {warps / target.max_warps_per_sm:5.0%}  "
                     f"{sass:>5}  {shuffles:>4}{'  LOCAL MEMORY' if used.uses_local_memory else ''}",
                     flush=True,
                 )

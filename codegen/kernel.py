@@ -31,6 +31,7 @@ class GeneratedKernel:
             least one), or ``fixed``.
         blocks, blocks_per_sequence: a fixed grid has the sum of the first and, for each sequence, the second.
         by_sequence: whether each sequence has as many blocks of its own as any other.
+        shared_bytes: dynamic shared memory of a block, in bytes.
     """
 
     symbol: str
@@ -42,3 +43,4 @@ class GeneratedKernel:
     blocks: int = 0
     blocks_per_sequence: int = 0
     by_sequence: bool = False
+    shared_bytes: int = 0

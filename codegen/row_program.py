@@ -12,6 +12,7 @@ from typing import Any
 
 from moesaic.codegen.kernel import Argument, GeneratedKernel
 from moesaic.codegen.render import banner, render
+from moesaic.codegen.target import WARP_THREADS, Target
 from moesaic.ir.attributes import format_attributes, format_float
 from moesaic.ir.core import BlockArgument, Constant, Op, OpResult, Value
 from moesaic.ir.errors import InternalError, UnsupportedError
@@ -20,6 +21,7 @@ from moesaic.ir.ops.kernel import Ticket, segments_of
 from moesaic.ir.ops.launch import Kernel
 from moesaic.ir.types import DType
 from moesaic.passes.row_layout import Layout, experts_columns, infer_layouts, read_in_registers, sparse_results
+from moesaic.passes.specialize import DIGIT_WORDS, RadixShape, exchanged_bytes, padded_columns
 
 STORAGE = {
     DType.BF16: "__nv_bfloat16",
@@ -57,6 +59,7 @@ class RowProgramParameters:
 
     banner: str
     symbol: str
+    header: str = "select.cuh"
     segments: str = ""
     constants: list[Line] = field(default_factory=list)
     aliases: list[Line] = field(default_factory=list)
@@ -64,6 +67,16 @@ class RowProgramParameters:
     setup: list[str] = field(default_factory=list)
     body: list[list[str]] = field(default_factory=list)
     finish: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _DynamicTable:
+    """A table in dynamic shared memory; `alone` if no other may have its place."""
+
+    name: str
+    type: str
+    bytes: int
+    alone: bool
 
 
 def generate(op: Kernel) -> GeneratedKernel:
@@ -85,6 +98,7 @@ class _Emitter:
         self.layouts = infer_layouts(op.region)
         self.segments = segments_of(op.region)
         self.experts = experts_columns(self.layouts)
+        self.vec = int(self.config["vec"])
         self.lanes = int(self.config["lanes"])
         self.threads = int(self.config["threads"])
         self.prefetch = self.config["prefetch"] == "on"
@@ -96,12 +110,16 @@ class _Emitter:
         }
         self.alignment = [int(a) for a in self.config["alignment"].split(",")] if self.config["alignment"] else []
         title = banner(op, "every step between a token's logits and its routing")
-        self.out = RowProgramParameters(title, op.symbol, self.segments)
+        self.out = RowProgramParameters(title, op.symbol, segments=self.segments)
         self.names: dict[Value, str] = {}
         self.taken: set[str] = set(_RESERVED)
         self.kept: set[Value] = set()  # values whose register array outlives the loop that fills it
+        self.block = self.lanes > WARP_THREADS  # one token a block, shared by all of its lanes
         self.tables: dict[str, str] = {}
-        self.selections: dict[Op, tuple[str, str, str]] = {}  # rank type, keys and last pick of each top-k
+        self.dynamic: list[_DynamicTable] = []
+        self.shared_bytes = 0
+        self.selections: dict[Op, tuple[str, str, str]] = {}  # rank type, keys and last pick of a top-k
+        self.members: dict[Op, str] = {}  # of a top-k by radix: a bit for each slot that is picked
         self.runs: dict[Value, tuple[str, str]] = {}  # by what is allowed: keys, and the best of each chunk
         self.stored: dict[Value, str] = {}  # rows that are also needed as they lie in memory
         self.parameter_of: dict[Value, str] = {}
@@ -117,6 +135,7 @@ class _Emitter:
         for section in self._schedule():
             self.out.body.append(section)
         self._outputs()
+        self._place_tables()
         parameters = vars(self.out) | {
             "bounds": f"kThreads, /*blocks per multiprocessor, at least=*/{self.config['resident']}",
             "setup": _indented(_spaced(self.out.setup), 2),
@@ -131,6 +150,7 @@ class _Emitter:
             rows_per_block=self.threads // self.lanes,
             grid=self.config["grid"],
             by_sequence=bool(self.segments),
+            shared_bytes=self.shared_bytes,
         )
 
     def _constants(self) -> None:
@@ -418,13 +438,13 @@ class _Emitter:
     def _topk(self, op: Op) -> list[str]:
         assert isinstance(op, row.TopK)
         picks = self._rows(self.layouts[op.indices])
-        picked, last = self._unique("picked"), self._unique("last")
         raw = op.x in self.stored_rows
         rank = self._rank(op.x if raw else None)
         select = self.config["select"]
+        picked, last = self._unique("picked"), self._unique("members" if select == "radix" else "last")
         if select == "merge" and not raw:
             select = "collect"  # values that fill a word are merged alone and collected with their columns
-        listed = f", /*listed=*/{self._listed(op)}" if select in ("merge", "collect") else ""
+        numbers = f", /*listed=*/{self._listed(op)}" if select in ("merge", "collect") else ""
         arguments = ["lane", picked, last]
         if self._sorts_chunks(op):
             assert op.allowed is not None
@@ -446,20 +466,36 @@ class _Emitter:
                     f"  {keys}[i] = {self._read(op.allowed, 'i')} ? {keys}[i] : 0;",
                     "}",
                 ]
+        # Top-ks of one kernel may rank different types, and pick different numbers.
+        of_rank, of_picks, pick_bytes = rank.removeprefix("Rank"), picks.removeprefix("Picks"), 4 if raw else 8
         if select == "sort":
-            of_rank = rank.removeprefix(
-                "Rank"
-            )  # top-ks of one kernel may rank different types, and pick different numbers
-            arguments.append(self._table(f"sorted{of_rank}", f"{rank}::Pick", "Experts::kSlots * kLanes"))
+            places = padded_columns(self.experts, self.vec, self.lanes)
+            size = pick_bytes * places
+            arguments.append(self._table(f"sorted{of_rank}", f"{rank}::Pick", "Experts::kSlots * kLanes", size))
         elif select.startswith("collect"):
             arguments += [
-                self._table("staged", "unsigned", "kExperts"),
-                self._table(f"reached{picks.removeprefix('Picks')}", "moesaic::Wide", f"{picks}::kColumns"),
+                self._table("staged", "unsigned", "kExperts", 4 * self.experts),
+                self._table(f"reached{of_picks}", "moesaic::Wide", f"{picks}::kColumns", 8 * op.k),
             ]
-        lines += [
-            f"{rank}::Pick {picked}[{picks}::kSlots], {last};",
-            f"moesaic::top_k_{select}<{rank}, Experts, {picks}{listed}>({', '.join(arguments)});",
-        ]
+        elif select == "radix":
+            shape = RadixShape.of(op, self.experts, self.vec, self.lanes)
+            counted = str(shape.counted).lower()
+            numbers = f", /*parts=*/{shape.parts}, /*places=*/{shape.places}, /*counted=*/{counted}"
+            name, size = f"listed{of_rank}{of_picks}", pick_bytes * shape.length
+            arguments += [
+                self._table("digits", "unsigned", "moesaic::Digits::kWords", 4 * DIGIT_WORDS, zeroed=True),
+                self._table(name, f"{rank}::Pick", str(shape.length), size, kept=True),
+                self._table("staged", "unsigned", "kExperts", 4 * self.experts) if shape.bounded else "nullptr",
+            ]
+            self.out.header = "select_block.cuh"
+        if select == "radix":
+            self.members[op] = last
+            declared = [f"{rank}::Pick {picked}[{picks}::kSlots];", f"unsigned {last};  // a bit for each slot"]
+        else:
+            self.selections[op] = (rank, keys, last)
+            declared = [f"{rank}::Pick {picked}[{picks}::kSlots], {last};"]
+        call = f"moesaic::top_k_{select}<{rank}, Experts, {picks}{numbers}>({', '.join(arguments)});"
+        lines += [*declared, call]
         fills = []
         if self._used(op.indices):
             lines.append(f"int {self._name(op.indices)}[{picks}::kSlots];")
@@ -474,7 +510,6 @@ class _Emitter:
             here = f"{picks}::live(p, lane)" + (f" && {rank}::is_pick({picked}[p])" if op.may_fall_short else "")
             fills.insert(0, f"  const bool here = {here};")
             lines += ["#pragma unroll", f"for (int p = 0; p < {picks}::kSlots; ++p) {{", *fills, "}"]
-        self.selections[op] = (rank, keys, last)
         return lines
 
     def _group_limit(self, op: Op) -> list[str]:
@@ -482,13 +517,16 @@ class _Emitter:
         name = self._name(op.allowed)
         self.kept.add(op.allowed)
         arguments = f"Experts, /*groups=*/{op.groups}, /*keep=*/{op.keep}, /*best=*/{op.best}"
-        if self.config["groups"] == "shared":
-            staged = self._table("staged", "unsigned", "kExperts")
-            kept = self._table("kept_groups", "unsigned char", str(op.groups))
-            return [
-                f"bool {name}[Experts::kSlots];",
-                f"moesaic::group_limit_shared<{arguments}>({self._array(op.x)}, {name}, {staged}, {kept}, lane);",
-            ]
+        form = self.config["groups"]
+        if form != "lanes":
+            tables = [self._table("staged", "unsigned", "kExperts", 4 * self.experts)]
+            if form == "shared":
+                tables.append(self._table("kept_groups", "unsigned char", str(op.groups), op.groups))
+            else:
+                tables.append(self._table("group_scores", "unsigned", str(op.groups), 4 * op.groups, kept=True))
+                self.out.header = "select_block.cuh"
+            call = ", ".join([self._array(op.x), name, *tables, "lane"])
+            return [f"bool {name}[Experts::kSlots];", f"moesaic::group_limit_{form}<{arguments}>({call});"]
         selection = next((o for o in self.region.ops if isinstance(o, row.TopK) and o.allowed is op.allowed), None)
         longer = selection is not None and self._sorts_chunks(selection)
         keys, runs = self._unique("keys"), self._unique("runs")
@@ -537,7 +575,7 @@ class _Emitter:
             pointer = self.parameter_of[op.x]
             where = pointer if op.x.type.rank == 1 else f"{pointer} + token * {pointer}_stride"
             return [*lines, f"moesaic::gather<{picks}{away}>({where}, {indices}, {name}, lane);"]
-        staged = self._table("gathered_from", "float", "kExperts")
+        staged = self._table("gathered_from", "float", "kExperts", 4 * self.experts)
         source = self._array(op.x)
         call = f"moesaic::gather_registers<Experts, {picks}{away}>({source}, {indices}, {name}, {staged}, lane);"
         return [*lines, call]
@@ -548,7 +586,7 @@ class _Emitter:
         name = self._name(op.y)
         self.kept.add(op.y)
         source, lines = self._picks_array(op.x, picks)
-        table = self._table("scattered", "float", "kExperts", zeroed=True)
+        table = self._table("scattered", "float", "kExperts", 4 * self.experts, zeroed=True)
         function = "scatter_added" if row.are_given(op.indices) else "scatter"
         away = _MAY_BE_AWAY if function == "scatter" and row.may_be_away(op.indices) else ""
         return [
@@ -622,6 +660,12 @@ class _Emitter:
         lines = [f"bool {name}[Experts::kSlots];"]
         made_by = op.indices.op if isinstance(op.indices, OpResult) else None
         if isinstance(made_by, row.TopK):
+            if made_by in self.members:
+                return [
+                    *lines,
+                    "#pragma unroll",
+                    f"for (int i = 0; i < Experts::kSlots; ++i) {name}[i] = ({self.members[made_by]} & 1u << i) != 0;",
+                ]
             rank, keys, last = self.selections[made_by]
             lines.append(f"moesaic::picked_slots<{rank}, Experts>({keys}, {last}, {name}, lane);")
             also = ""
@@ -645,11 +689,20 @@ class _Emitter:
         name = self._name(op.y)
         indices = self._array(op.indices)
         here = f" && {indices}[p] >= 0" if row.may_be_away(op.indices) else ""
-        self.out.setup += [
-            f"__shared__ int {name}[kExperts];  // %{op.y.name or name}, picks of this block's tokens",
-            f"for (int e = threadIdx.x; e < kExperts; e += kThreads) {name}[e] = 0;",
-            "__syncthreads();",
-        ]
+        if self.block:  # long rows leave no shared memory for it
+            pointer = next(p for value, p in self.results if value is op.y)
+            row_of_block = self._row_of_block(op.y, pointer)
+            self.out.setup += [
+                f"int* const {name} = {row_of_block};  // %{op.y.name or name}, picks of this block's tokens",
+                f"for (int e = lane; e < kExperts; e += kLanes) moesaic::store_one({name} + e, 0);",
+                "__syncthreads();",
+            ]
+        else:
+            self.out.setup += [
+                f"__shared__ int {name}[kExperts];  // %{op.y.name or name}, picks of this block's tokens",
+                f"for (int e = threadIdx.x; e < kExperts; e += kThreads) {name}[e] = 0;",
+                "__syncthreads();",
+            ]
         return [
             "#pragma unroll",
             f"for (int p = 0; p < {picks}::kSlots; ++p) {{",
@@ -739,8 +792,12 @@ class _Emitter:
         if section:
             self.out.body.append(["if (active) {", *("  " + line for line in section), "}"])
 
+    def _row_of_block(self, value: Value, pointer: str) -> str:
+        """Where this block's partial row of a sum over tokens is."""
+        return f"{pointer} + static_cast<long long>(blockIdx.x) * {self.layouts[value].columns}"
+
     def _result_align(self, layout: Layout, value: Value) -> int:
-        vec = int(self.config["vec"]) if layout.kind == "experts" else 1
+        vec = self.vec if layout.kind == "experts" else 1
         align = _power_of_two_factor(layout.columns * value.type.dtype.bytes)
         return min(16, align, vec * value.type.dtype.bytes)
 
@@ -758,7 +815,8 @@ class _Emitter:
                 f"for (int p = 0; p < {picks}::kSlots; ++p) {source}[p] = true;",
             ]
         storage = self._storage(value)
-        table = self._table(f"{self._name(value)}_row", storage, "kExperts", zeroed=True)
+        size = value.type.dtype.bytes * self.experts
+        table = self._table(f"{self._name(value)}_row", storage, "kExperts", size, zeroed=True)
         where = f"{pointer} + token * {layout.columns}"
         away = _MAY_BE_AWAY if row.may_be_away(op.indices) else ""
         arguments = f"Experts, {picks}, /*align=*/{self._result_align(layout, value)}{away}"
@@ -772,7 +830,15 @@ class _Emitter:
     def _finish(self, value: Value, pointer: str) -> None:
         assert isinstance(value, OpResult)
         name = self._name(value)
-        row_of_block = f"{pointer} + static_cast<long long>(blockIdx.x) * {self.layouts[value].columns}"
+        row_of_block = self._row_of_block(value, pointer)
+        if self.block and isinstance(value.op, col.Sum):  # each column is summed in one lane
+            rows, _ = self._summed_rows(value.op)
+            align = self._result_align(self._layout(value.op.x), value)
+            call = f"moesaic::store_row<{rows}, /*align=*/{align}>({row_of_block}, {name}, lane);"
+            self.out.finish += ["", call]
+            return
+        if self.block:  # counts are where they belong
+            return
         if isinstance(value.op, col.Count):
             self.out.finish += [
                 "",
@@ -837,15 +903,48 @@ class _Emitter:
         ]
         return name, spread
 
-    def _table(self, name: str, type: str, length: str, *, zeroed: bool = False) -> str:
-        """The token's own row of a shared table; the table is declared once."""
+    def _table(self, name: str, type: str, length: str, bytes: int, *, zeroed: bool = False, kept: bool = False) -> str:
+        """The token's own row of a shared table; the table is declared once.
+
+        In dynamic shared memory, which long rows need, tables share a place unless they are `zeroed` (and so again when
+        a helper returns) or `kept` beside another: a helper waits for all lanes before it writes to its table.
+        """
         if name not in self.tables:
             unique = self._unique(name)
-            self.tables[name] = unique
-            self.out.setup.append(f"__shared__ __align__(16) {type} {unique}[kTokensPerBlock][{length}];")
+            if self.config.get("tables") == "dynamic":
+                self.tables[name] = unique
+                self.dynamic.append(_DynamicTable(unique, type, bytes, alone=zeroed or kept))
+            else:
+                self.tables[name] = f"{unique}[slot]"
+                self.out.setup.append(f"__shared__ __align__(16) {type} {unique}[kTokensPerBlock][{length}];")
             if zeroed:
-                self.out.setup += [f"moesaic::clear<kLanes>({unique}[slot], lane);", "__syncwarp();"]
-        return f"{self.tables[name]}[slot]"
+                self.out.setup += [
+                    f"moesaic::clear<kLanes, {length}>({self.tables[name]}, lane);",
+                    "moesaic::team_sync<kLanes>();",
+                ]
+        return self.tables[name]
+
+    def _place_tables(self) -> None:
+        """Declares the tables in dynamic shared memory: first those of their own, then those that share a place."""
+        if not self.dynamic:
+            return
+        memory = self._unique("tables")
+        lines = [f"MOESAIC_DYNAMIC_SHARED(unsigned char, {memory});"]
+        offset = 0
+        for table in sorted(self.dynamic, key=lambda t: not t.alone):
+            lines.append(f"{table.type}* const {table.name} = reinterpret_cast<{table.type}*>({memory} + {offset});")
+            self.shared_bytes = max(self.shared_bytes, offset + table.bytes)
+            if table.alone:
+                offset = -(-(offset + table.bytes) // 16) * 16
+        self.out.setup[:0] = lines
+        target = Target.parse(self.config["target"])
+        needed = self.shared_bytes + exchanged_bytes(self.region, self.lanes)
+        if needed > target.shared_optin:
+            raise UnsupportedError(
+                f"{self.op.symbol}: rows of {self.experts} experts need {needed} bytes of shared memory a block, but "
+                f"{target} has {target.shared_optin}; up to half as many picks as experts, or 16-bit logits that are "
+                "ranked as they are, need less"
+            )
 
     def _used(self, value: Value) -> bool:
         return any(value in op.operands for op in self.region.ops)

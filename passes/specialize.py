@@ -20,24 +20,45 @@ from moesaic.ir.types import DType
 from moesaic.passes.manager import Pass, PassContext
 from moesaic.passes.row_layout import Layout, experts_columns, infer_layouts, sparse_results
 
-MAX_EXPERTS = 1024
-"""Longest row that fits the registers of one warp; longer ones need a form in shared memory."""
+MAX_EXPERTS = 16384
+"""Longest row that fits the registers of one block."""
 
 _SHARED_LIMIT = 48 * 1024  # static shared memory of a block, on every target
+_WARP = 32
+_WARP_EXPERTS = 1024  # longer rows are spread over a block
 # Values of a row a lane should hold: many, since fewer lanes then talk, as far as registers allow. Ranking float32
 # scores takes more registers a value than ranking 16-bit logits; few tokens need more lanes to fill a GPU.
 _SLOTS = 32
 _SLOTS_OF_WIDE_RANKS = 16
 _LANES_OF_FEW = 16
+_BLOCK_SLOTS = {"few": 16, "many": 24}  # live ones; registers for 24 leave room for 20 warps or so
+_BLOCK_LANES = (64, 512)  # twice as many leave 64 registers a thread, too few for 16 slots
+_USUAL_LANES = 128  # of a block
+_LONG_ROW = 512  # columns: longer ones have few lanes to spare
+_LISTED_PICKS = 8  # so few are always merged from lists or found by rounds
+_MERGED_PICKS = 16  # so few are, unless ranks are wide and the row is long
+_SORTED_EXPERTS = 128  # rows so short are sorted for many picks
+_SCANNED_EXPERTS = 256  # rows so short are scanned for more than are merged
+_SCANNED_EXPERTS_OF_WIDE_RANKS = 128
+_MAXIMA_A_PICK = 2  # then 1.4 elements a pick, or fewer, reach the bound
+_BOUNDED_PICKS = 256  # more are found from all of the keys
+_SCANNED_PICKS = 32  # at most, by rounds
+_LISTED = 64  # places for picks by radix, at least
+_COUNTED = 128  # so long a list is put in order by counting
 _PICKS_A_LANE = 8  # many picks need registers of their own
 _RESIDENT_WITH_GROUPS = 4  # blocks a multiprocessor; without the bound, registers leave it half empty
+_RESIDENT_LANES = 768  # the same for blocks that select by radix
+_RESIDENT_LANES_OF_WIDE_RANKS = 512
+_BOUNDED_SLOTS = 18  # of a lane, at most: more do not fit these registers
 _RESIDENT_WHERE_COMPACT = 8  # a kernel that only selects waits for what it loads: more warps hide more of that
-_SUMMED_SLOTS = 16  # from so many on, a lane keeps its sums over tokens in shared memory
-_PREFETCH_EXPERTS = 128  # shorter rows leave enough loads in flight as it is
+_SUMMED_SLOTS = 16  # from so many on, a lane of a warp keeps its sums over tokens in shared memory
+_PREFETCH_EXPERTS = range(128, 4097)  # shorter rows leave enough loads in flight as it is, longer ones no registers
 
+DIGIT_WORDS = 260
+"""Words of shared memory in which a team counts digits (``Digits`` of select_block.cuh)."""
 
 _CHOICES = {
-    "select": ("", "merge", "rounds", "sort"),
+    "select": ("", "merge", "rounds", "sort", "radix"),
     "prefetch": ("", "on", "off"),
     "tokens": ("few", "many"),
 }
@@ -49,8 +70,9 @@ class Specialize(Pass):
 
     Options:
         target: the GPU architecture the kernels are for.
-        lanes, threads: override the rule for row programs (0: the rule decides).
-        select: override how a top-k selects: merge, rounds or sort (empty: the rule decides).
+        lanes, threads: override the rule for row programs (0: the rule decides). More than 32 lanes are a whole block.
+        select: override how a top-k selects: merge (up to 32 lanes), rounds, sort or radix (32 lanes or more); empty:
+            the rule decides.
         listed: override how many of its values a lane lists for merging, a power of two (0: the rule decides).
         prefetch: override whether a row is fetched while the one before is worked on: on or off (empty: the rule).
         resident: override how many blocks a multiprocessor should hold at least, which bounds registers (0: rule).
@@ -110,53 +132,78 @@ class Specialize(Pass):
         )
         slots = _SLOTS_OF_WIDE_RANKS if (wide and not grouped) or self.tokens == "few" else _SLOTS
         picks = max((x.columns for x in layouts.values() if x.kind == "picks"), default=1)
-        lanes = self.lanes or min(32, chunks, max(1, chunks * vec // slots, _power_of_two(picks) // _PICKS_A_LANE))
+        selections = [o for o in op.region.ops if isinstance(o, row.TopK)]
+        lanes = self.lanes or min(_WARP, chunks, max(1, chunks * vec // slots, _power_of_two(picks) // _PICKS_A_LANE))
         if self.tokens == "few" and not self.lanes and chunks * vec <= _SLOTS * _LANES_OF_FEW:
             lanes = min(lanes, max(_LANES_OF_FEW, _power_of_two(picks) // _PICKS_A_LANE))
+        if not self.lanes and any(_by_radix(o, experts) for o in selections):
+            lanes = _WARP
+        if not self.lanes and experts > _WARP_EXPERTS:
+            lanes, most_lanes = _BLOCK_LANES
+            while lanes < most_lanes and -(-experts // (vec * lanes)) * vec > _BLOCK_SLOTS[self.tokens]:
+                lanes *= 2
         # Membership packs one bit a slot into a word.
-        if lanes not in (1, 2, 4, 8, 16, 32) or chunks * vec // lanes > 32:
+        if lanes not in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024) or chunks * vec // lanes > 32:
             raise UnsupportedError(f"specialize: {lanes} lanes cannot hold a row of {experts} experts")
+        block = lanes > _WARP
+        if block and self.threads not in (0, lanes):
+            raise UsageError(
+                f"specialize: {lanes} lanes that share a token are a whole block, not {self.threads} threads"
+            )
         select = {}
-        selections = [o for o in op.region.ops if isinstance(o, row.TopK)]
         if selections:  # one way for all: what suits the most picks
             most = max(selections, key=lambda o: o.k)
             if 0 < self.listed * lanes < most.k:
                 raise UnsupportedError(
                     f"specialize: lists of {self.listed} in {lanes} lanes cannot hold {most.k} picks; list more"
                 )
-            way, listed = _selection(most, chunks * vec // lanes, lanes, self.listed)
+            way, listed = _selection(most, experts, -(-chunks // lanes) * vec, lanes, self.listed)
             select["select"] = self.select or way
             if select["select"] == "merge":
                 select["listed"] = str(listed)
+            if (block and select["select"] == "merge") or (lanes < _WARP and select["select"] == "radix"):
+                raise UsageError(
+                    f"specialize: select={select['select']} does not work over {lanes} lanes: merge is for up to "
+                    f"{_WARP}, radix for {_WARP} or more"
+                )
         limits = [o for o in op.region.ops if isinstance(o, row.GroupLimit)]
         if limits:
             in_lanes = all(_groups_in_lanes(o, experts, vec, lanes) for o in limits)
-            select["groups"] = "lanes" if in_lanes else "shared"
+            select["groups"] = "block" if block else "lanes" if in_lanes else "shared"
         columns = [o for o in op.region.ops if isinstance(o, col.ColumnReduction)]
         threads = self.threads or (64 if self.tokens == "few" else 128)
-        per_token = _shared_bytes_per_token(op.region, experts, chunks * vec, select)
-        fixed = sum(4 * experts for o in columns if isinstance(o, col.Count))
+        per_token = _shared_bytes_per_token(op.region, experts, vec, lanes, select)
         dense = any(layouts[v].kind == "experts" for v in op.region.terminator.operands if v in layouts)
         sums = [o for o in columns if isinstance(o, col.Sum)]
-        per_warp = sum(4 * _columns(o.x) for o in sums)
-        slots_a_lane = chunks * vec // lanes
-        spare = dense and not limits  # what waits for memory has registers to spare
-        if not spare and slots_a_lane >= _SUMMED_SLOTS and any(layouts[o.x].kind == "experts" for o in sums):
-            # In registers, the sums of long rows would leave room for fewer warps.
-            select["sums"] = "shared"
-            per_warp += 32 * 4 * slots_a_lane * sum(layouts[o.x].kind == "experts" for o in sums)
-        while threads > 32 and fixed + per_warp * threads // 32 + per_token * threads // lanes > _SHARED_LIMIT:
-            threads //= 2
+        if block:  # a lane is the only one with its columns: what is summed over tokens needs no shared memory
+            threads = lanes
+            exchanged = exchanged_bytes(op.region, lanes)
+            select["tables"] = "dynamic" if per_token + exchanged > _SHARED_LIMIT else "static"
+        else:
+            fixed = sum(4 * experts for o in columns if isinstance(o, col.Count))
+            per_warp = sum(4 * _columns(o.x) for o in sums)
+            slots_a_lane = chunks * vec // lanes
+            spare = dense and not limits  # what waits for memory has registers to spare
+            if not spare and slots_a_lane >= _SUMMED_SLOTS and any(layouts[o.x].kind == "experts" for o in sums):
+                # In registers, the sums of long rows would leave room for fewer warps.
+                select["sums"] = "shared"
+                per_warp += 32 * 4 * slots_a_lane * sum(layouts[o.x].kind == "experts" for o in sums)
+            while threads > 32 and fixed + per_warp * threads // 32 + per_token * threads // lanes > _SHARED_LIMIT:
+                threads //= 2
         alignment = [aligned.get(v, 16) for v in op.operands[: op.reads]]
         rows = [a for a in op.region.arguments if layouts[a].kind == "experts"]
         # A dense result keeps memory busy with stores, behind which the next row's loads would wait.
-        wanted = dense and len(rows) == 1 and experts >= _PREFETCH_EXPERTS and not wide and self.tokens == "many"
+        wanted = dense and len(rows) == 1 and experts in _PREFETCH_EXPERTS and not wide and self.tokens == "many"
         wanted = wanted and not segments_of(op.region)  # the next token of a sequence may lie far away
         bounded = grouped and threads == 128 and experts <= 256 and not sums
         prefetch = self.prefetch or ("on" if wanted else "off")
         resident = _RESIDENT_WITH_GROUPS if bounded else 1
         if select.get("select") == "merge" and not (wide or dense or limits or sums) and threads == 128 and vec > 1:
             resident = _RESIDENT_WHERE_COMPACT
+        one_row = [layouts[a].kind for a in op.region.arguments] == ["experts"]
+        spare = -(-experts // (vec * lanes)) * vec <= _BOUNDED_SLOTS and picks <= _BOUNDED_PICKS and not limits
+        if block and one_row and spare and select.get("select") == "radix":
+            resident = max(1, (_RESIDENT_LANES_OF_WIDE_RANKS if wide else _RESIDENT_LANES) // lanes)
         return {
             "lanes": str(lanes),
             "vec": str(vec),
@@ -176,8 +223,22 @@ def _width(region: Block, layouts: dict[Value, Layout]) -> int:
 
 
 def _vector(experts: int, region: Block, layouts: dict[Value, Layout]) -> int:
-    """Columns in one chunk: what 16 bytes of the narrowest row hold, as far as E divides."""
-    return python_math.gcd(experts, 16 // _width(region, layouts))
+    """Columns in one chunk: what 16 bytes of the narrowest row hold, as far as E divides.
+
+    Chunks of a long row are shorter, down to 4 bytes, where that leaves fewer slots dead at the end of the row: 2304
+    columns are 2.25 chunks of 8 for each of 128 lanes, which take the time of 3, or 9 chunks of 2. What counts is how
+    many lanes there usually are: sums depend on the chunks, and must not depend on the lanes.
+    """
+    width = _width(region, layouts)
+    longest = python_math.gcd(experts, 16 // width)
+    if experts <= _LONG_ROW:
+        return longest
+    lanes = _WARP if experts <= _WARP_EXPERTS else _USUAL_LANES
+    shorter = [longest >> halvings for halvings in range(longest.bit_length())]
+    return min(
+        (vec for vec in shorter if vec * width >= 4 or vec == longest),
+        key=lambda vec: -(-experts // (vec * lanes)) * vec,
+    )
 
 
 def _columns(rows: Value) -> int:
@@ -190,17 +251,75 @@ def _power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def _selection(op: row.TopK, slots: int, lanes: int, listed: int) -> tuple[str, int]:
+def padded_columns(experts: int, vec: int, lanes: int) -> int:
+    """Slots of all lanes of a row together."""
+    return -(-_power_of_two(-(-experts // vec)) // lanes) * lanes * vec
+
+
+def _by_radix(op: row.TopK, experts: int) -> bool:
+    """Whether a warp had better pick by radix than in any other way."""
+    packed = _packed(op)
+    if op.k > _SCANNED_PICKS:
+        longest = _SORTED_EXPERTS
+    elif op.k > _MERGED_PICKS:
+        longest = _SCANNED_EXPERTS if packed else _SCANNED_EXPERTS_OF_WIDE_RANKS
+    else:  # lists of 16-bit keys take fewer instructions
+        longest = MAX_EXPERTS if packed or op.k <= _LISTED_PICKS else _LONG_ROW
+    return experts > longest and 2 * op.k <= experts
+
+
+@dataclass(frozen=True)
+class RadixShape:
+    """How a top-k by radix finds its bound, and the list of what reaches it (``top_k_radix`` of select_block.cuh).
+
+    Attributes:
+        parts: equal parts of a lane's slots, whose maxima give the bound.
+        places: picks that the list holds; a power of two.
+        counted: whether the list is put in order by counting, into a second one.
+        bounded: whether there is a bound at all; with as many parts as slots the picks are found from all of the keys.
+    """
+
+    parts: int
+    places: int
+    counted: bool
+    bounded: bool
+
+    @property
+    def length(self) -> int:
+        """Picks that both lists hold."""
+        return self.places * (2 if self.counted else 1)
+
+    @classmethod
+    def of(cls, op: row.TopK, experts: int, vec: int, lanes: int) -> RadixShape:
+        slots = padded_columns(experts, vec, lanes) // lanes
+        parts = 1 if op.k <= _BOUNDED_PICKS else slots
+        while parts < slots:
+            firsts = range(0, slots, slots // parts)  # slots that parts begin with, in all lanes or some
+            live = [-(-(experts - i % vec - i // vec * vec * lanes) // vec) for i in firsts]
+            if sum(min(max(0, n), lanes) for n in live) >= _MAXIMA_A_PICK * op.k:
+                break
+            parts *= 2
+        bounded = parts < slots
+        places = max(_LISTED, _power_of_two(2 * op.k if bounded else op.k))
+        return cls(parts, places, places <= _COUNTED, bounded)
+
+
+def _selection(op: row.TopK, experts: int, slots: int, lanes: int, listed: int) -> tuple[str, int]:
     """The cheapest way to select by an estimate of instructions a lane, and how many of its values a lane lists for
-    merging: `listed`, unless that is 0. Many picks sort the row in shared memory."""
+    merging: `listed`, unless that is 0. Most picks of all sort the row in shared memory."""
     picks = op.k
     full = _power_of_two(picks)
-    if picks > 32:
-        return "sort", full
+    if lanes > _WARP:
+        return ("rounds" if picks <= 2 else "radix" if 2 * picks <= experts else "sort"), full
     packed = _packed(op)
     steps = lanes.bit_length() - 1
-    costs = {n: merging_instructions(n, picks, slots, lanes) for n in (1, 2, 4, 8, 16, 32) if n <= full <= n * lanes}
-    best = listed or min(costs, key=lambda n: (costs[n], n))
+    lengths = [n for n in (1, 2, 4, 8, 16, 32) if n <= full <= n * lanes and picks <= _SCANNED_PICKS]
+    costs = {n: merging_instructions(n, picks, slots, lanes) for n in lengths}
+    best = listed or min(costs, key=lambda n: (costs[n], n), default=full)
+    if lanes == _WARP and _by_radix(op, experts):
+        return "radix", best
+    if picks > _SCANNED_PICKS:
+        return "sort", best
     merge = costs.get(best, 0.0) + (0 if packed else 4 * slots + 60)
     rounds = picks * ((4 if packed else 7) * slots + (4 if packed else 10) * steps)
     return ("merge" if full <= 16 and merge <= rounds else "rounds"), best
@@ -257,17 +376,35 @@ def _groups_in_lanes(op: row.GroupLimit, experts: int, vec: int, lanes: int) -> 
     return whole and experts % (vec * lanes) == 0 and op.best in (1, 2, 4) and op.best <= size and op.groups <= 32
 
 
-def _shared_bytes_per_token(region: Block, experts: int, padded: int, choices: dict[str, str]) -> int:
-    """Static shared memory of the tables that code generation declares, a token."""
+def exchanged_bytes(region: Block, lanes: int) -> int:
+    """Shared memory in which the lanes of a block exchange sums, maxima and picks, at most."""
+    words = 1
+    for op in region.ops:
+        if isinstance(op, row.Membership | row.Bitmap):
+            words += 1
+        elif isinstance(op, row.Scatter) and row.are_given(op.indices):
+            words += 2
+    return 4 * words * lanes + 1024
+
+
+def _shared_bytes_per_token(region: Block, experts: int, vec: int, lanes: int, choices: dict[str, str]) -> int:
+    """Shared memory of the tables that code generation declares, a token."""
     total = 0
     staged = False
     for op in region.ops:
         if isinstance(op, row.TopK):
             collects = choices["select"] == "merge" and not _packed(op)
-            total += 8 * padded if choices["select"] == "sort" else 8 * op.k if collects else 0
+            if choices["select"] == "sort":
+                total += 8 * padded_columns(experts, vec, lanes)
+            elif collects:
+                total += 8 * op.k
+            elif choices["select"] == "radix":
+                shape = RadixShape.of(op, experts, vec, lanes)
+                total += 8 * shape.length + 4 * DIGIT_WORDS
+                staged |= shape.bounded
             staged |= collects
-        elif isinstance(op, row.GroupLimit) and choices["groups"] == "shared":
-            total += op.groups
+        elif isinstance(op, row.GroupLimit) and choices["groups"] != "lanes":
+            total += 4 * op.groups
             staged = True
     sparse = sparse_results(region)
     total += sum(value.type.dtype.bytes * experts for value in sparse)

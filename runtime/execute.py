@@ -408,9 +408,10 @@ class _CudaKernel(Loaded):
         target = driver.device_target(ordinal)
         module = driver.Module.load(compiled_kernel(kernel, target).cubin, kernel.symbol, ordinal)
         kinds = [driver.POINTER if a.kind == "pointer" else "i64" for a in kernel.arguments]
-        resident = target.occupancy(module.kernel.registers, module.kernel.static_shared_bytes, kernel.threads)
+        shared = module.kernel.static_shared_bytes + kernel.shared_bytes
+        resident = target.occupancy(module.kernel.registers, shared, kernel.threads)
         self.most_blocks = max(1, resident) * driver.device(ordinal).sm_count
-        self._launch = module.kernel.prepare((kernel.threads, 1, 1), 0, kinds)
+        self._launch = module.kernel.prepare((kernel.threads, 1, 1), kernel.shared_bytes, kinds)
 
     def launch(
         self, grid: Grid, stream: int, values: Sequence[int], tensors: Sequence[torch.Tensor], inputs: int
@@ -465,7 +466,8 @@ class _EmulatedKernel(Loaded):
                 name, size = f"operand {number}", span * tensor.element_size()
                 buffers.append(Buffer(tensor.data_ptr(), size, name, writable=number >= inputs))
         threads = (self._kernel.threads, 1, 1)
-        self._emulated.launch(grid, threads, list(values), buffers=buffers, order=self._runner.order)
+        shared, order = self._kernel.shared_bytes, self._runner.order
+        self._emulated.launch(grid, threads, list(values), shared_bytes=shared, buffers=buffers, order=order)
 
 
 RUNNERS: dict[str, Runner] = {"cuda": CudaRunner(), "emulate": EmulatedRunner()}

@@ -230,11 +230,11 @@ def test_diagnostics_point_at_their_place(moesaic: Invoke, tmp_path: Path) -> No
 
 
 def test_faults_found_by_passes_have_a_place(moesaic: Invoke, tmp_path: Path) -> None:
-    file = write(tmp_path / "wide.moe", SMALL.replace("Tx8x", "Tx8192x"))
+    file = write(tmp_path / "wide.moe", SMALL.replace("Tx8x", "Tx16385x"))
     for arguments in (["opt", file, "-p", "default"], ["compile", file], ["show", file]):
         code, out, err = moesaic(*arguments)
         assert (code, out) == (1, "")
-        assert f"{file}:1:1: error: rows of 8192 experts" in err
+        assert f"{file}:1:1: error: rows of 16385 experts" in err
     code, _, err = moesaic("opt", file, "-p", "fuse-score-topk,sink-gathers")  # an op that a pass made has no place
     assert code == 1
     assert err.startswith("error: row.softmax") or "error: kernel.row_program: not legal in stage 'expanded'" in err
@@ -410,7 +410,7 @@ def test_a_mended_reproducer_runs(moesaic: Invoke, small: Path, tmp_path: Path) 
 
 
 def test_crash_reproducer_of_a_fault_in_the_input(moesaic: Invoke, tmp_path: Path) -> None:
-    file = write(tmp_path / "wide.moe", SMALL.replace("Tx8x", "Tx8192x"))
+    file = write(tmp_path / "wide.moe", SMALL.replace("Tx8x", "Tx16385x"))
     reproducer = tmp_path / "r.moe"
     code, _, err = moesaic("opt", file, "-p", "forward", "--crash-reproducer", reproducer)
     assert code == 1

@@ -22,7 +22,7 @@ TARGETS = ("sm_80", "sm_90a", "sm_100a")
 DIRECTIONS = ("forward", "training", "backward")
 BUCKETS = ("few", "many")
 
-WARPS = {64: 12, 256: 10, 1024: 8}
+WARPS = {64: 12, 256: 10, 16384: 8}
 """Longest row: warps that registers must leave room for on a multiprocessor. Rows of that length are read once and
 written once; so many warps with a few loads each in flight keep the memory busy."""
 
@@ -71,7 +71,29 @@ ROUTERS: dict[str, tuple[str, mo.Router]] = {  # name: dtype of the logits, rout
         "fp16",
         mo.Router(1024, 6, order="topk_then_score", **DEEPSEEK, gate_bias=True, outputs=(*DENSE, "counts")),
     ),
-    "E1024-sort": ("fp16", mo.Router(1024, 64, score="sigmoid", renormalize=True)),
+    "E1024-many-picks": ("fp16", mo.Router(1024, 64, score="sigmoid", renormalize=True)),
+    "E2304-dense": ("bf16", mo.Router(2304, 36, renormalize=True, outputs=DENSE)),
+    "E2304-dense-fp32": ("fp32", mo.Router(2304, 36, score="sigmoid", renormalize=True, outputs=DENSE)),
+    "E896-dense": ("bf16", mo.Router(896, 16, renormalize=True, outputs=DENSE)),
+    "E2304-losses": (
+        "bf16",
+        mo.Router(
+            2304,
+            36,
+            renormalize=True,
+            losses={"balance": mo.LoadBalance(segments="batch_first"), "z": mo.ZLoss()},
+            outputs=(*COMPACT, "bitmap"),
+        ),
+    ),
+    "E1531-given": (
+        "fp32",
+        mo.Router(1531, 8, score="sigmoid", selection="given", outputs=(*COMPACT, *DENSE, "bitmap")),
+    ),
+    "E896-many-picks": ("bf16", mo.Router(896, 20, renormalize=True, outputs=DENSE)),
+    "E2048-groups": ("bf16", mo.Router(2048, 8, **DEEPSEEK, gate_bias=True, outputs=(*COMPACT, *DENSE))),
+    "E1531-all-picked": ("fp32", mo.Router(1531, 1531, order="topk_then_score", outputs=("weights", "indices"))),
+    "E8192-many-picks": ("fp32", mo.Router(8192, 300, score="sigmoid", renormalize=True, outputs=DENSE)),
+    "E16384": ("bf16", mo.Router(16384, 36, renormalize=True, outputs=COMPACT)),
     "E160-groups": (
         "bf16",
         mo.Router(
@@ -129,12 +151,23 @@ def test_cases_hold_every_choice() -> None:
     for router in ROUTERS:
         assert {c.target for c in CASES if c.router == router} == set(TARGETS)
         assert {c.direction for c in CASES if c.router == router} == set(DIRECTIONS)
-    assert {router.num_experts for _, router in ROUTERS.values()} >= {8, 60, 64, 128, 256, 384, 512, 1000, 1024}
+    assert {router.num_experts for _, router in ROUTERS.values()} >= {
+        *(8, 60, 64, 128, 256, 384, 512, 1000, 1024),
+        *(896, 1531, 2048, 2304, 8192, 16384),
+    }
     assert {dtype for dtype, _ in ROUTERS.values()} == {"bf16", "fp16", "fp32"}
     text = "".join(kernel.source for case in CASES for kernel in case.kernels())
-    for way in ("select=merge", "select=rounds", "select=sort"):
+    for way in ("select=merge", "select=rounds", "select=sort", "select=radix", "tables=static", "tables=dynamic"):
         assert way in text
-    for way in ("groups=lanes", "groups=shared", "prefetch=on", "prefetch=off", "grid=cover", "grid=persistent"):
+    for way in (
+        "groups=lanes",
+        "groups=shared",
+        "groups=block",
+        "prefetch=on",
+        "prefetch=off",
+        "grid=cover",
+        "grid=persistent",
+    ):
         assert way in text
 
 

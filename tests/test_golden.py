@@ -57,6 +57,8 @@ ROUTERS: Mapping[str, tuple[str, mo.Router]] = {  # dtype of the logits, and the
     "gate_bias": ("bf16", mo.Router(128, 4, order="topk_then_score", gate_bias=True)),
     # picks sorted in shared memory
     "large_k": ("fp16", mo.Router(64, 40, renormalize=True, outputs=("weights", "indices"))),
+    # a block shares a row, and picks from what reaches a bound
+    "long_rows": ("bf16", mo.Router(2304, 36, renormalize=True, outputs=("probs", "map", "counts"))),
     # picks found one after another, groups in shared memory
     "rounds": (
         "fp32",

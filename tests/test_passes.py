@@ -12,7 +12,7 @@ from lowering import file_check, lower
 import moesaic as mo
 from moesaic.ir.builder import Builder
 from moesaic.ir.diagnostics import DiagnosticError
-from moesaic.ir.errors import InputError, UnsupportedError
+from moesaic.ir.errors import InputError, UnsupportedError, UsageError
 from moesaic.ir.parser import parse
 from moesaic.passes.differentiate import derive
 from moesaic.passes.manager import PassContext, PassManager, pass_class
@@ -773,7 +773,7 @@ def test_specialize():
 
 @settings(max_examples=60)
 @given(
-    st.integers(1, MAX_EXPERTS),
+    st.one_of(st.integers(1, 1024), st.integers(1025, MAX_EXPERTS)),
     st.sampled_from(["f32", "bf16"]),
     st.sampled_from([("weights", "indices", "counts"), ("probs", "map"), ("indices",)]),
     st.data(),
@@ -785,7 +785,8 @@ def test_every_number_of_experts_has_a_configuration(experts, dtype, outputs, da
         if "lanes" not in config:
             continue
         lanes, vec, threads = (int(config[n]) for n in ("lanes", "vec", "threads"))
-        assert lanes in (1, 2, 4, 8, 16, 32) and experts % vec == 0 and vec & (vec - 1) == 0
+        assert lanes & (lanes - 1) == 0 and 1 <= lanes <= 1024 and experts % vec == 0 and vec & (vec - 1) == 0
+        assert lanes == threads if experts > 1024 else lanes <= 32
         slots = -(-experts // (lanes * vec)) * vec
         assert lanes * slots >= experts and slots <= 32, "membership packs one bit a slot into a word"
         assert threads % 32 == 0 and threads % lanes == 0 and 32 <= threads <= 1024
@@ -794,10 +795,10 @@ def test_every_number_of_experts_has_a_configuration(experts, dtype, outputs, da
 
 
 def test_limits_of_specialize():
-    assert MAX_EXPERTS == 1024
-    assert configuration(mo.Router(num_experts=1024, top_k=3))
-    with pytest.raises(UnsupportedError, match="rows of 1025 experts: a row program holds up to 1024 in registers"):
-        configuration(mo.Router(num_experts=1025, top_k=3))
+    assert MAX_EXPERTS == 16384
+    assert configuration(mo.Router(num_experts=16384, top_k=3))
+    with pytest.raises(UnsupportedError, match="rows of 16385 experts: a row program holds up to 16384 in registers"):
+        configuration(mo.Router(num_experts=16385, top_k=3))
     with pytest.raises(UnsupportedError, match="1 lanes cannot hold a row of 128 experts"):
         configuration(mo.Router(num_experts=128, top_k=3), "forward,specialize{lanes=1}")
     assert configuration(mo.Router(num_experts=32, top_k=3), "forward,specialize{lanes=1}")
@@ -805,6 +806,37 @@ def test_limits_of_specialize():
         configuration(mo.Router(num_experts=33, top_k=3), "forward,specialize{lanes=1}")
     with pytest.raises(UnsupportedError, match="3 lanes cannot hold"):
         configuration(mo.Router(num_experts=12, top_k=3), "forward,specialize{lanes=3}")
+    with pytest.raises(UnsupportedError, match="64 lanes cannot hold a row of 4096 experts"):
+        configuration(mo.Router(num_experts=4096, top_k=3), "forward,specialize{lanes=64}")
+    with pytest.raises(UsageError, match="64 lanes that share a token are a whole block, not 128 threads"):
+        configuration(mo.Router(num_experts=512, top_k=3), "forward,specialize{lanes=64 threads=128}")
+    for lanes, way in ((64, "merge"), (16, "radix")):
+        with pytest.raises(UsageError, match=f"select={way} does not work over {lanes} lanes"):
+            configuration(mo.Router(num_experts=512, top_k=3), f"forward,specialize{{lanes={lanes} select={way}}}")
+
+
+@pytest.mark.parametrize(
+    ("experts", "picks", "dtype", "lanes", "vec", "select"),
+    [
+        (512, 10, "bf16", 16, 8, "merge"),
+        (896, 16, "bf16", 32, 4, "merge"),
+        (896, 16, "f32", 32, 4, "radix"),
+        (512, 16, "f32", 32, 4, "merge"),
+        (512, 17, "bf16", 32, 8, "radix"),
+        (256, 17, "bf16", 8, 8, "rounds"),
+        (256, 17, "f32", 32, 4, "radix"),
+        (256, 64, "bf16", 32, 8, "radix"),
+        (128, 64, "bf16", 8, 8, "sort"),
+        (1025, 2, "bf16", 64, 1, "rounds"),
+        (2304, 36, "bf16", 128, 2, "radix"),
+        (4096, 36, "f32", 256, 4, "radix"),
+        (4096, 2049, "f32", 256, 4, "sort"),
+        (16384, 36, "bf16", 512, 8, "radix"),
+    ],
+)
+def test_specialize_spreads_long_rows_and_many_picks(experts, picks, dtype, lanes, vec, select):
+    [rows] = configuration(mo.Router(num_experts=experts, top_k=picks, outputs=("weights",)), dtype=dtype)
+    assert (rows["lanes"], rows["vec"], rows["select"]) == (str(lanes), str(vec), select)
 
 
 def test_options_of_specialize():

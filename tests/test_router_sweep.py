@@ -39,6 +39,15 @@ TOKENS = (13, 29)
 FEW = 24
 """Kernels for few tokens run up to so many, those for many above: each sample runs one kind."""
 
+LONG = (  # rows that a block shares, a sample each: experts and picks
+    *((1025, 1), (1025, 257), (1531, 8), (1531, 1531), (2048, 2), (2048, 36)),
+    *((2304, 36), (2304, 64), (4096, 15), (8192, 257), (16384, 36)),
+)
+LONG_TOKENS = {13: 3, 29: 5}
+LONG_FEW = 4
+MANY_PICKS = 64
+"""More picks than that are ranked on the logits: among so many scores, some are equal after rounding in most rows."""
+
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 PLACES: dict[str, tuple[int, int]] = {  # (columns before, columns after) the logits in a wider tensor
@@ -90,6 +99,11 @@ def draw(number: int, experts: int) -> Sample:
     order = choose("order", "score_then_topk", "topk_then_score")
     score = choose("score", "softmax", "sigmoid", "sqrtsoftplus", softsign_score)
     picks = min(experts, choose("top_k", 1, 2, 4, 6, 8, 31, experts))
+    long = number < len(LONG) and LONG[number][0] == experts
+    if long:
+        picks = LONG[number][1]
+    if picks > MANY_PICKS and long:
+        score = choose("score", "softmax", "sigmoid", "sqrtsoftplus")
     if experts == 1 or (picks == 1 and order == "topk_then_score"):
         score = choose("score", "sigmoid", "sqrtsoftplus", softsign_score)  # softmax of one number has no gradient
     arguments = {
@@ -99,6 +113,8 @@ def draw(number: int, experts: int) -> Sample:
         "rank": choose("rank", "auto", "score"),
         "weights_dtype": choose("weights_dtype", "fp32", "fp32", "bf16"),
     }
+    if picks > MANY_PICKS and long:
+        arguments |= {"selection_bias": False, "gate_bias": False, "rank": "auto"}
     if picks > 1:  # one weight divided by itself has no gradient either
         arguments["renormalize"] = choose("renormalize", False, True, mo.norm.sum(eps=0.01), mo.norm.sum(min=0.8))
     groups = choose("groups", None, *(g for g in (2, 4, 8) if experts % g == 0 and experts > g))
@@ -114,10 +130,15 @@ def draw(number: int, experts: int) -> Sample:
     chance.shuffle(outputs)
     chosen["outputs"] = frozenset(outputs)
     router = mo.Router(experts, picks, score=score, order=order, outputs=tuple(outputs), **arguments)
-    return Sample(number, choose("dtype", *DTYPES), choose("place", *PLACES), router, choose("tokens", *TOKENS), chosen)
+    dtype, place, tokens = choose("dtype", *DTYPES), choose("place", *PLACES), choose("tokens", *TOKENS)
+    return Sample(number, dtype, place, router, LONG_TOKENS[tokens] if long else tokens, chosen)
 
 
-SAMPLES = [draw(number, experts) for experts in SIZES for number in range(3 if experts in (8, 96, 256) else 2)]
+LONG_SAMPLES = [draw(number, experts) for number, (experts, _) in enumerate(LONG)]
+SAMPLES = [
+    *(draw(number, experts) for experts in SIZES for number in range(3 if experts in (8, 96, 256) else 2)),
+    *LONG_SAMPLES,
+]
 
 
 def test_samples_hold_every_choice() -> None:
@@ -144,6 +165,12 @@ def test_samples_hold_every_choice() -> None:
     assert len(combined) == 8
     assert sum(s.router.top_k == s.router.num_experts for s in SAMPLES) >= 5
     assert sum(s.router.groups is not None and s.router.selection_bias for s in SAMPLES) >= 5
+    assert {s.tokens for s in LONG_SAMPLES} == set(LONG_TOKENS.values())
+    assert {s.dtype for s in LONG_SAMPLES} == set(DTYPES)
+    assert {"counts" in s.router.outputs for s in LONG_SAMPLES} == {False, True}
+    assert sum(s.router.groups is not None for s in LONG_SAMPLES) >= 2
+    assert sum(s.router.gate_bias for s in LONG_SAMPLES) >= 2
+    assert sum(s.router.selection_bias for s in LONG_SAMPLES) >= 2
 
 
 # The comparison -------------------------------------------------------------------------------------------------------
@@ -210,7 +237,7 @@ def check(sample: Sample, got: Run) -> None:
 @pytest.mark.parametrize("backend", COMPILED)
 @pytest.mark.parametrize("sample", SAMPLES, ids=str)
 def test_generated_code_agrees_with_float64(monkeypatch: pytest.MonkeyPatch, sample: Sample, backend: str) -> None:
-    monkeypatch.setattr(RUNNERS[backend], "few_tokens", FEW)
+    monkeypatch.setattr(RUNNERS[backend], "few_tokens", LONG_FEW if sample in LONG_SAMPLES else FEW)
     logits, inputs = sample.inputs(device_of(backend))
     check(sample, run(mo.compile(sample.router, backend=backend), logits, **inputs))
 

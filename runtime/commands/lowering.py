@@ -87,11 +87,13 @@ RESOURCE_RIGHT = range(2, len(RESOURCE_HEADER))
 def resource_record(kernel: GeneratedKernel, made: CompiledKernel) -> dict[str, Any]:
     """What a compiled kernel uses, for JSON and for a row of the table."""
     used = made.resources
-    blocks = made.target.occupancy(used.registers, used.static_shared_bytes, kernel.threads)
+    shared = used.static_shared_bytes + kernel.shared_bytes
+    blocks = made.target.occupancy(used.registers, shared, kernel.threads)
     return {
         "kernel": kernel.symbol,
         "target": made.target.name,
         **dataclasses.asdict(used),
+        "dynamic_shared_bytes": kernel.shared_bytes,
         "threads": kernel.threads,
         "blocks_per_sm": blocks,
         "cubin_bytes": len(made.cubin),

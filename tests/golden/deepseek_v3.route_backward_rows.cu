@@ -37,8 +37,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, /*blocks per multiprocess
     moesaic::fetch_row<Experts, /*align=*/16>(logits_ptr + moesaic::at_most(first_token, tokens - 1) * logits_ptr_stride, logits_ahead, lane);
   }
   __shared__ __align__(16) float scattered[kTokensPerBlock][kExperts];
-  moesaic::clear<kLanes>(scattered[slot], lane);
-  __syncwarp();
+  moesaic::clear<kLanes, kExperts>(scattered[slot], lane);
+  moesaic::team_sync<kLanes>();
 
   for (long long first = first_token - slot; first < tokens; first += stride) {
     // Lanes past the last token repeat it, so that every lane takes part in shuffles; they write nothing.
@@ -53,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, /*blocks per multiprocess
     float d_weights[Picks::kSlots];  // %d_weights
     moesaic::load_row<Picks, /*align=*/16>(d_weights_ptr + token * d_weights_ptr_stride, d_weights, lane);
     int indices[Picks::kSlots];  // %indices
-    moesaic::fetch_row<Picks, /*align=*/16>(indices_ptr + token * indices_ptr_stride, indices, lane);
+    moesaic::load_stored<Picks, /*align=*/16>(indices_ptr + token * indices_ptr_stride, indices, lane);
 
     float product2[Experts::kSlots];
 #pragma unroll
@@ -65,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, /*blocks per multiprocess
 
     // %gathered = row.gather %logits, %indices
     float gathered[Picks::kSlots];
-    moesaic::gather<Picks>(logits_ptr + token * logits_ptr_stride, indices, gathered, lane);
+    moesaic::gather<Picks, /*kMayBeAway=*/true>(logits_ptr + token * logits_ptr_stride, indices, gathered, lane);
 
     float picked_scores[Picks::kSlots];
     float product3[Picks::kSlots];
@@ -99,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, /*blocks per multiprocess
 
     // %spread = row.scatter %quotient2, %indices {size = 256}
     float spread[Experts::kSlots];
-    moesaic::scatter<Experts, Picks>(quotient2, indices, spread, scattered[slot], lane);
+    moesaic::scatter<Experts, Picks, /*kMayBeAway=*/true>(quotient2, indices, spread, scattered[slot], lane);
 
     float product[Experts::kSlots];
 #pragma unroll

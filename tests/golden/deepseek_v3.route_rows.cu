@@ -68,7 +68,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, /*blocks per multiprocess
     int indices[Picks::kSlots];
 #pragma unroll
     for (int p = 0; p < Picks::kSlots; ++p) {
-      indices[p] = Picks::live(p, lane) ? Rank::column(picked[p]) : 0;
+      const bool here = Picks::live(p, lane);
+      indices[p] = here ? Rank::column(picked[p]) : 0;
     }
 
     // %gathered = row.gather %logits, %indices
@@ -107,6 +108,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, /*blocks per multiprocess
 
   __syncthreads();
   for (int e = threadIdx.x; e < kExperts; e += kThreads) {
-    moesaic::store_one(counts_partial_ptr + static_cast<long long>(blockIdx.x) * kExperts + e, counts[e]);
+    moesaic::store_one(counts_partial_ptr + static_cast<long long>(blockIdx.x) * 256 + e, counts[e]);
   }
 }

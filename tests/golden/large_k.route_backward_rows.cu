@@ -33,8 +33,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, /*blocks per multiprocess
   const long long stride = static_cast<long long>(gridDim.x) * kTokensPerBlock;
 
   __shared__ __align__(16) float scattered[kTokensPerBlock][kExperts];
-  moesaic::clear<kLanes>(scattered[slot], lane);
-  __syncwarp();
+  moesaic::clear<kLanes, kExperts>(scattered[slot], lane);
+  moesaic::team_sync<kLanes>();
 
   for (long long first = first_token - slot; first < tokens; first += stride) {
     // Lanes past the last token repeat it, so that every lane takes part in shuffles; they write nothing.
@@ -46,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, /*blocks per multiprocess
     float d_weights[Picks::kSlots];  // %d_weights
     moesaic::load_row<Picks, /*align=*/16>(d_weights_ptr + token * d_weights_ptr_stride, d_weights, lane);
     int indices[Picks::kSlots];  // %indices
-    moesaic::fetch_row<Picks, /*align=*/16>(indices_ptr + token * indices_ptr_stride, indices, lane);
+    moesaic::load_stored<Picks, /*align=*/16>(indices_ptr + token * indices_ptr_stride, indices, lane);
 
     // %largest = row.max %logits
     const float largest = moesaic::row_max<Experts>(logits, lane);
@@ -71,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, /*blocks per multiprocess
 
     // %gathered = row.gather %logits, %indices
     float gathered[Picks::kSlots];
-    moesaic::gather<Picks>(logits_ptr + token * logits_ptr_stride, indices, gathered, lane);
+    moesaic::gather<Picks, /*kMayBeAway=*/true>(logits_ptr + token * logits_ptr_stride, indices, gathered, lane);
 
     float picked_scores[Picks::kSlots];
 #pragma unroll
@@ -102,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, /*blocks per multiprocess
 
     // %spread = row.scatter %quotient, %indices {size = 64}
     float spread[Experts::kSlots];
-    moesaic::scatter<Experts, Picks>(quotient, indices, spread, scattered[slot], lane);
+    moesaic::scatter<Experts, Picks, /*kMayBeAway=*/true>(quotient, indices, spread, scattered[slot], lane);
 
     float product3[Experts::kSlots];
 #pragma unroll

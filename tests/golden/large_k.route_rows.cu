@@ -66,8 +66,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, /*blocks per multiprocess
     float values[Picks::kSlots];
 #pragma unroll
     for (int p = 0; p < Picks::kSlots; ++p) {
-      indices[p] = Picks::live(p, lane) ? Rank::column(picked[p]) : 0;
-      values[p] = Picks::live(p, lane) ? Rank::value(picked[p]) : 0.0f;
+      const bool here = Picks::live(p, lane);
+      indices[p] = here ? Rank::column(picked[p]) : 0;
+      values[p] = here ? Rank::value(picked[p]) : 0.0f;
     }
 
     float picked_scores[Picks::kSlots];

@@ -42,7 +42,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, /*blocks per multiprocess
     float d_probs[Experts::kSlots];  // %d_probs
     moesaic::load_row<Experts, /*align=*/16>(d_probs_ptr + token * d_probs_ptr_stride, d_probs, lane);
     int saved_indices[Picks::kSlots];  // %saved_indices
-    moesaic::fetch_row<Picks, /*align=*/16>(saved_indices_ptr + token * saved_indices_ptr_stride, saved_indices, lane);
+    moesaic::load_stored<Picks, /*align=*/16>(saved_indices_ptr + token * saved_indices_ptr_stride, saved_indices, lane);
 
     // %largest = row.max %logits
     const float largest = moesaic::row_max<Experts>(logits, lane);
@@ -67,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, /*blocks per multiprocess
 
     // %gathered = row.gather %logits, %saved_indices
     float gathered[Picks::kSlots];
-    moesaic::gather<Picks>(logits_ptr + token * logits_ptr_stride, saved_indices, gathered, lane);
+    moesaic::gather<Picks, /*kMayBeAway=*/true>(logits_ptr + token * logits_ptr_stride, saved_indices, gathered, lane);
 
     float picked_scores[Picks::kSlots];
 #pragma unroll
@@ -87,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, /*blocks per multiprocess
 
     // %gathered2 = row.gather %d_probs, %saved_indices
     float gathered2[Picks::kSlots];
-    moesaic::gather<Picks>(d_probs_ptr + token * d_probs_ptr_stride, saved_indices, gathered2, lane);
+    moesaic::gather<Picks, /*kMayBeAway=*/true>(d_probs_ptr + token * d_probs_ptr_stride, saved_indices, gathered2, lane);
 
     float product2[Picks::kSlots];
 #pragma unroll
@@ -107,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, /*blocks per multiprocess
 
     // %picked_here = row.membership %saved_indices {size = 128}
     bool picked_here[Experts::kSlots];
-    moesaic::membership<Experts, Picks>(saved_indices, picked_here, lane);
+    moesaic::membership<Experts, Picks, /*kMayBeAway=*/true>(saved_indices, picked_here, lane);
 
     float chosen[Experts::kSlots];
     float product3[Experts::kSlots];

@@ -36,11 +36,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, /*blocks per multiprocess
     moesaic::fetch_row<Experts, /*align=*/16>(logits_ptr + moesaic::at_most(first_token, tokens - 1) * logits_ptr_stride, logits_ahead, lane);
   }
   __shared__ __align__(16) __nv_bfloat16 spread_row[kTokensPerBlock][kExperts];
-  moesaic::clear<kLanes>(spread_row[slot], lane);
-  __syncwarp();
+  moesaic::clear<kLanes, kExperts>(spread_row[slot], lane);
+  moesaic::team_sync<kLanes>();
   __shared__ __align__(16) unsigned char map_row[kTokensPerBlock][kExperts];
-  moesaic::clear<kLanes>(map_row[slot], lane);
-  __syncwarp();
+  moesaic::clear<kLanes, kExperts>(map_row[slot], lane);
+  moesaic::team_sync<kLanes>();
 
   for (long long first = first_token - slot; first < tokens; first += stride) {
     // Lanes past the last token repeat it, so that every lane takes part in shuffles; they write nothing.
@@ -77,8 +77,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, /*blocks per multiprocess
     float values[Picks::kSlots];
 #pragma unroll
     for (int p = 0; p < Picks::kSlots; ++p) {
-      indices[p] = Picks::live(p, lane) ? Rank::column(picked[p]) : 0;
-      values[p] = Picks::live(p, lane) ? Rank::value(picked[p]) : 0.0f;
+      const bool here = Picks::live(p, lane);
+      indices[p] = here ? Rank::column(picked[p]) : 0;
+      values[p] = here ? Rank::value(picked[p]) : 0.0f;
     }
 
     float picked_scores[Picks::kSlots];

@@ -1,4 +1,7 @@
-// A token's row in the registers of a few lanes, and the reductions over it.
+// A token's row in the registers of the lanes that share it, and the reductions over it.
+//
+// These lanes are a team: up to a warp, beside others in the block; or 2 to 32 warps, which are then the whole block. What
+// a team does together it does with all of its lanes.
 #pragma once
 
 #include "moesaic/base.cuh"
@@ -6,6 +9,7 @@
 namespace moesaic {
 
 constexpr unsigned kAllLanes = 0xffffffffu;
+constexpr int kWarp = 32;
 
 __host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 __host__ __device__ constexpr int next_power_of_two(int n) {
@@ -35,40 +39,57 @@ struct Row {
   static __device__ __forceinline__ bool live(int slot, int lane) {
     const int first = (slot / kVec) * kLanes * kVec;             // known once loops over slots are unrolled
     if (first + kLanes * kVec <= kColumns) return true;
-    return first < kColumns && column(slot, lane) < kColumns;
+    return first < kColumns && column(slot - slot % kVec, lane) < kColumns;  // a chunk lives or is dead as a whole
   }
 };
 
 // --------------------------------------------------------------------------------------------------------- lanes
 
-// Reductions over the kLanes lanes that share a token; every lane gets the result.
+// What a team wrote to shared memory before, all of its lanes may read after.
 template <int kLanes>
-__device__ __forceinline__ float lanes_sum(float x) {
+__device__ __forceinline__ void team_sync() {
+  if constexpr (kLanes <= kWarp) {
+    __syncwarp();
+  } else {
+    __syncthreads();
+  }
+}
+
+// Reductions over the kLanes lanes that share a token; every lane gets the result.
+template <int kLanes, typename T, class Combine>
+__device__ __forceinline__ T shuffle_reduce(T x, Combine combine) {
 #pragma unroll
-  for (int distance = kLanes / 2; distance > 0; distance /= 2) x += __shfl_xor_sync(kAllLanes, x, distance);
+  for (int distance = kLanes / 2; distance > 0; distance /= 2) {
+    x = combine(x, __shfl_xor_sync(kAllLanes, x, distance));
+  }
   return x;
+}
+
+// In any order. A block's warps leave one value each.
+template <int kLanes, typename T, class Combine>
+__device__ __forceinline__ T lanes_reduce(T x, Combine combine) {
+  if constexpr (kLanes <= kWarp) {
+    return shuffle_reduce<kLanes>(x, combine);
+  } else {
+    constexpr int kWarps = kLanes / kWarp;
+    __shared__ T of_warp[kWarps];
+    x = shuffle_reduce<kWarp>(x, combine);
+    __syncthreads();  // the values of the reduction before have been read
+    if (threadIdx.x % kWarp == 0) of_warp[threadIdx.x / kWarp] = x;
+    __syncthreads();
+    return shuffle_reduce<kWarps>(of_warp[threadIdx.x % kWarps], combine);
+  }
 }
 
 template <int kLanes>
 __device__ __forceinline__ float lanes_max(float x) {
-#pragma unroll
-  for (int distance = kLanes / 2; distance > 0; distance /= 2) {
-    x = maximum(x, __shfl_xor_sync(kAllLanes, x, distance));
-  }
-  return x;
+  return lanes_reduce<kLanes>(x, [](float a, float b) { return maximum(a, b); });
 }
 
 template <int kLanes, typename Key>
 __device__ __forceinline__ Key lanes_max_key(Key x) {
-#pragma unroll
-  for (int distance = kLanes / 2; distance > 0; distance /= 2) {
-    const Key other = __shfl_xor_sync(kAllLanes, x, distance);
-    x = other > x ? other : x;
-  }
-  return x;
+  return lanes_reduce<kLanes>(x, [](Key a, Key b) { return b > a ? b : a; });
 }
-
-// ---------------------------------------------------------------------------------------------------------- rows
 
 // x[0] = the sum of all, adding the upper half to the lower until one is left. A recursion: as loops, long sums would not
 // be unrolled, and x would move to local memory.
@@ -80,6 +101,26 @@ __device__ __forceinline__ void sum_by_halves(float (&x)[N]) {
     sum_by_halves<kCount / 2>(x);
   }
 }
+
+// From the top bit of the lane down, as `Row` says: over warps first, where a block has several.
+template <int kLanes>
+__device__ __forceinline__ float lanes_sum(float x) {
+  if constexpr (kLanes > kWarp) {
+    constexpr int kWarps = kLanes / kWarp;
+    __shared__ float beside[kWarps][kWarp];
+    __syncthreads();  // the values of the sum before have been read
+    beside[threadIdx.x / kWarp][threadIdx.x % kWarp] = x;
+    __syncthreads();
+    float part[kWarps];
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) part[w] = beside[w][threadIdx.x % kWarp];
+    sum_by_halves<kWarps>(part);
+    x = part[0];
+  }
+  return shuffle_reduce<smaller(kLanes, kWarp)>(x, [](float a, float b) { return a + b; });
+}
+
+// ---------------------------------------------------------------------------------------------------------- rows
 
 template <class R>
 __device__ __forceinline__ float row_sum(const float (&x)[R::kSlots], int lane) {
@@ -226,10 +267,10 @@ __device__ __forceinline__ void from_shared(const T* shared_row, T (&x)[R::kSlot
   }
 }
 
-// A token's row of shared memory to zeros.
-template <int kLanes, typename T, int N>
-__device__ __forceinline__ void clear(T (&shared_row)[N], int lane) {
-  constexpr int kBytes = N * static_cast<int>(sizeof(T));
+// A row of kCount elements of shared memory to zeros.
+template <int kLanes, int kCount, typename T>
+__device__ __forceinline__ void clear(T* shared_row, int lane) {
+  constexpr int kBytes = kCount * static_cast<int>(sizeof(T));
   constexpr int kWord = smaller(16, kBytes & -kBytes);
   using W = typename Word<kWord>::type;
   W* const words = reinterpret_cast<W*>(shared_row);
@@ -263,9 +304,9 @@ __device__ __forceinline__ void gather(const T* row, const int (&indices)[Picks:
 template <class Experts, class Picks, bool kMayBeAway = false>
 __device__ __forceinline__ void gather_registers(const float (&x)[Experts::kSlots], const int (&indices)[Picks::kSlots],
                                                  float (&y)[Picks::kSlots], float* shared_row, int lane) {
-  __syncwarp();
+  team_sync<Experts::kLanes>();
   to_shared<Experts>(x, shared_row, lane);
-  __syncwarp();
+  team_sync<Experts::kLanes>();
 #pragma unroll
   for (int p = 0; p < Picks::kSlots; ++p) {
     y[p] = reads<Picks, kMayBeAway>(p, indices[p], lane) ? shared_row[indices[p]] : 0.0f;
@@ -276,14 +317,14 @@ __device__ __forceinline__ void gather_registers(const float (&x)[Experts::kSlot
 template <class Experts, class Picks, bool kMayBeAway = false>
 __device__ __forceinline__ void scatter(const float (&x)[Picks::kSlots], const int (&indices)[Picks::kSlots],
                                         float (&y)[Experts::kSlots], float* zero_row, int lane) {
-  __syncwarp();
+  team_sync<Experts::kLanes>();
 #pragma unroll
   for (int p = 0; p < Picks::kSlots; ++p) {
     if (reads<Picks, kMayBeAway>(p, indices[p], lane)) zero_row[indices[p]] = x[p];
   }
-  __syncwarp();
+  team_sync<Experts::kLanes>();
   from_shared<Experts>(zero_row, y, lane);
-  __syncwarp();
+  team_sync<Experts::kLanes>();
 #pragma unroll
   for (int p = 0; p < Picks::kSlots; ++p) {
     if (reads<Picks, kMayBeAway>(p, indices[p], lane)) zero_row[indices[p]] = 0.0f;
@@ -294,6 +335,9 @@ __device__ __forceinline__ void scatter(const float (&x)[Picks::kSlots], const i
 template <class Experts, class Picks>
 __device__ __forceinline__ void scatter_added(const float (&x)[Picks::kSlots], const int (&indices)[Picks::kSlots],
                                               float (&y)[Experts::kSlots], float* zero_row, int lane) {
+  constexpr bool kBlock = Picks::kLanes > kWarp;
+  __shared__ int shown_places[kBlock ? Picks::kLanes : 1];
+  __shared__ float shown_values[kBlock ? Picks::kLanes : 1];
   int places[Picks::kSlots];
   float totals[Picks::kSlots];
 #pragma unroll
@@ -303,23 +347,36 @@ __device__ __forceinline__ void scatter_added(const float (&x)[Picks::kSlots], c
   }
 #pragma unroll
   for (int q = 0; q < Picks::kSlots; ++q) {
+    if constexpr (kBlock) {
+      __syncthreads();  // those before have been read
+      shown_places[lane] = places[q];
+      shown_values[lane] = x[q];
+      __syncthreads();
+    }
 #pragma unroll 1
     for (int source = 0; source < Picks::kLanes; ++source) {
       if (Picks::column(q, source) >= Picks::kColumns) break;
-      const int place = __shfl_sync(kAllLanes, places[q], source, Picks::kLanes);
-      const float value = __shfl_sync(kAllLanes, x[q], source, Picks::kLanes);
+      int place;
+      float value;
+      if constexpr (kBlock) {
+        place = shown_places[source];
+        value = shown_values[source];
+      } else {
+        place = __shfl_sync(kAllLanes, places[q], source, Picks::kLanes);
+        value = __shfl_sync(kAllLanes, x[q], source, Picks::kLanes);
+      }
 #pragma unroll
       for (int p = 0; p < Picks::kSlots; ++p) totals[p] = places[p] == place ? totals[p] + value : totals[p];
     }
   }
-  __syncwarp();
+  team_sync<Experts::kLanes>();
 #pragma unroll
   for (int p = 0; p < Picks::kSlots; ++p) {
     if (places[p] >= 0) zero_row[places[p]] = totals[p];
   }
-  __syncwarp();
+  team_sync<Experts::kLanes>();
   from_shared<Experts>(zero_row, y, lane);
-  __syncwarp();
+  team_sync<Experts::kLanes>();
 #pragma unroll
   for (int p = 0; p < Picks::kSlots; ++p) {
     if (places[p] >= 0) zero_row[places[p]] = 0.0f;
@@ -333,12 +390,12 @@ __device__ __forceinline__ void store_scattered(T* row, const X (&x)[Picks::kSlo
                                                 const int (&indices)[Picks::kSlots], T* zero_row, int lane,
                                                 bool active) {
   constexpr int kVec = Experts::kVec;
-  __syncwarp();
+  team_sync<Experts::kLanes>();
 #pragma unroll
   for (int p = 0; p < Picks::kSlots; ++p) {
     if (reads<Picks, kMayBeAway>(p, indices[p], lane)) zero_row[indices[p]] = to_element<T>(x[p]);
   }
-  __syncwarp();
+  team_sync<Experts::kLanes>();
 #pragma unroll
   for (int c = 0; c < Experts::kChunks; ++c) {
     const int column = Experts::column(c * kVec, lane);
@@ -349,7 +406,7 @@ __device__ __forceinline__ void store_scattered(T* row, const X (&x)[Picks::kSlo
     memcpy(values, &word, sizeof(word));
     store<kVec, kAlign>(row + column, values);
   }
-  __syncwarp();
+  team_sync<Experts::kLanes>();
 #pragma unroll
   for (int p = 0; p < Picks::kSlots; ++p) {
     if (reads<Picks, kMayBeAway>(p, indices[p], lane)) zero_row[indices[p]] = T();
@@ -363,16 +420,32 @@ __device__ __forceinline__ void membership(const int (&indices)[Picks::kSlots], 
   static_assert(Experts::kSlots <= 32, "one bit a slot");
   constexpr int kVec = Experts::kVec;
   unsigned bits = 0;
+  if constexpr (Experts::kLanes <= kWarp) {
 #pragma unroll
-  for (int p = 0; p < Picks::kSlots; ++p) {
+    for (int p = 0; p < Picks::kSlots; ++p) {
 #pragma unroll(Picks::kColumns <= 32 ? Picks::kLanes : 1)
-    for (int source = 0; source < Picks::kLanes; ++source) {
-      if (Picks::column(p, source) >= Picks::kColumns) break;
-      const int expert = __shfl_sync(kAllLanes, indices[p], source, Picks::kLanes);
-      const int chunk = expert / kVec;
-      if (kMayBeAway && expert < 0) continue;
-      if (chunk % Experts::kLanes == lane) bits |= 1u << ((chunk / Experts::kLanes) * kVec + expert % kVec);
+      for (int source = 0; source < Picks::kLanes; ++source) {
+        if (Picks::column(p, source) >= Picks::kColumns) break;
+        const int expert = __shfl_sync(kAllLanes, indices[p], source, Picks::kLanes);
+        const int chunk = expert / kVec;
+        if (kMayBeAway && expert < 0) continue;
+        if (chunk % Experts::kLanes == lane) bits |= 1u << ((chunk / Experts::kLanes) * kVec + expert % kVec);
+      }
     }
+  } else {
+    // Every lane tells the owners of its picks. Nobody else touches a lane's word once it has been read and cleared.
+    __shared__ unsigned of_lane[Experts::kLanes];
+    of_lane[lane] = 0;
+    __syncthreads();
+#pragma unroll
+    for (int p = 0; p < Picks::kSlots; ++p) {
+      if (!reads<Picks, kMayBeAway>(p, indices[p], lane)) continue;
+      const int chunk = indices[p] / kVec;
+      const unsigned bit = 1u << ((chunk / Experts::kLanes) * kVec + indices[p] % kVec);
+      atomicOr(&of_lane[chunk % Experts::kLanes], bit);
+    }
+    __syncthreads();
+    bits = of_lane[lane];
   }
 #pragma unroll
   for (int i = 0; i < Experts::kSlots; ++i) member[i] = (bits >> i) & 1u;
@@ -384,19 +457,34 @@ template <class Bytes, class Picks>
 __device__ __forceinline__ void bitmap(const int (&indices)[Picks::kSlots], int (&bytes)[Bytes::kSlots], int lane) {
   constexpr int kWords = ceil_div(Bytes::kSlots, 4);
   unsigned words[kWords] = {};
+  if constexpr (Bytes::kLanes <= kWarp) {
 #pragma unroll
-  for (int p = 0; p < Picks::kSlots; ++p) {
+    for (int p = 0; p < Picks::kSlots; ++p) {
 #pragma unroll(Picks::kColumns <= 32 ? Picks::kLanes : 1)
-    for (int source = 0; source < Picks::kLanes; ++source) {
-      if (Picks::column(p, source) >= Picks::kColumns) break;
-      // -1, "not here", becomes a byte that no lane has.
-      const unsigned expert = static_cast<unsigned>(__shfl_sync(kAllLanes, indices[p], source, Picks::kLanes));
-      const unsigned byte = expert / 8;
-      const unsigned slot = byte / Bytes::kLanes;
-      if (byte % Bytes::kLanes != static_cast<unsigned>(lane)) continue;
+      for (int source = 0; source < Picks::kLanes; ++source) {
+        if (Picks::column(p, source) >= Picks::kColumns) break;
+        // -1, "not here", becomes a byte that no lane has.
+        const unsigned expert = static_cast<unsigned>(__shfl_sync(kAllLanes, indices[p], source, Picks::kLanes));
+        const unsigned byte = expert / 8;
+        const unsigned slot = byte / Bytes::kLanes;
+        if (byte % Bytes::kLanes != static_cast<unsigned>(lane)) continue;
 #pragma unroll
-      for (int w = 0; w < kWords; ++w) words[w] |= slot / 4 == w ? 1u << (slot % 4 * 8 + expert % 8) : 0u;
+        for (int w = 0; w < kWords; ++w) words[w] |= slot / 4 == w ? 1u << (slot % 4 * 8 + expert % 8) : 0u;
+      }
     }
+  } else {
+    static_assert(kWords == 1, "a lane of a block has up to 32 experts");
+    __shared__ unsigned of_lane[Bytes::kLanes];  // as in membership
+    of_lane[lane] = 0;
+    __syncthreads();
+#pragma unroll
+    for (int p = 0; p < Picks::kSlots; ++p) {
+      if (!reads<Picks, /*kMayBeAway=*/true>(p, indices[p], lane)) continue;
+      const int byte = indices[p] / 8;
+      atomicOr(&of_lane[byte % Bytes::kLanes], 1u << (byte / Bytes::kLanes * 8 + indices[p] % 8));
+    }
+    __syncthreads();
+    words[0] = of_lane[lane];
   }
 #pragma unroll
   for (int i = 0; i < Bytes::kSlots; ++i) bytes[i] = static_cast<int>(words[i / 4] >> (i % 4 * 8) & 0xffu);

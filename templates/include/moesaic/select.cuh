@@ -258,7 +258,8 @@ __device__ __forceinline__ void sort_over_lanes(Key (&keys)[R::kSlots], int lane
 
 // ------------------------------------------------------------------------------------------------------- selection
 //
-// One contract: `picked` gets each of a lane's picks (0 in dead slots), `last` the last pick of the row.
+// One contract: `picked` gets each of a lane's picks (0 in dead slots), `last` the last pick of the row. Rows that a
+// block shares are selected by rounds, by sorting, or as select_block.cuh does.
 
 // The kList best of kCount slots in descending order. Places past kKeep are set to 0 on the way, so that the compiler
 // drops the exchanges that feed them only.
@@ -591,35 +592,42 @@ __device__ __forceinline__ void top_k_collect_runs(const unsigned (&keys)[Expert
   collect_picks<R, Experts, Picks>(keys, reaching, lane, picked, last, shared_row, shared_picks);
 }
 
+// Sorts `length` values of the team's shared memory, a power of two, the largest first.
+template <int kLanes, typename Pick>
+__device__ __forceinline__ void sort_shared(Pick* values, int length, int lane) {
+#pragma unroll 1
+  for (int size = 2; size <= length; size *= 2) {
+#pragma unroll 1
+    for (int stride = size / 2; stride > 0; stride /= 2) {
+#pragma unroll 1
+      for (int pair = lane; pair < length / 2; pair += kLanes) {
+        const int low = 2 * pair - (pair & (stride - 1));
+        // The first step of a size compares mirror images, the others neighbours at the stride.
+        const int high = stride == size / 2 ? (low ^ (size - 1)) : low + stride;
+        const Pick a = values[low];
+        const Pick b = values[high];
+        values[low] = a > b ? a : b;
+        values[high] = a > b ? b : a;
+      }
+      team_sync<kLanes>();
+    }
+  }
+}
+
 // By sorting the whole row in shared memory, for many picks. `shared_row` holds all slots of all lanes.
 template <class R, class Experts, class Picks>
 __device__ __forceinline__ void top_k_sort(const typename R::Key (&keys)[Experts::kSlots], int lane,
                                            typename R::Pick (&picked)[Picks::kSlots], typename R::Pick& last,
                                            typename R::Pick* shared_row) {
   using Pick = typename R::Pick;
-  constexpr int kLength = Experts::kSlots * Experts::kLanes;
-  __syncwarp();
+  team_sync<Experts::kLanes>();
 #pragma unroll
   for (int i = 0; i < Experts::kSlots; ++i) {
     const int column = Experts::column(i, lane);
     shared_row[column] = R::pick(keys[i], column) + R::template offset<Experts>(lane);
   }
-  __syncwarp();
-#pragma unroll 1
-  for (int size = 2; size <= kLength; size *= 2) {
-#pragma unroll 1
-    for (int stride = size / 2; stride > 0; stride /= 2) {
-      for (int pair = lane; pair < kLength / 2; pair += Experts::kLanes) {
-        const int low = (pair / stride) * 2 * stride + pair % stride;
-        const int high = stride == size / 2 ? (low ^ (size - 1)) : low + stride;
-        const Pick a = shared_row[low];
-        const Pick b = shared_row[high];
-        shared_row[low] = a > b ? a : b;
-        shared_row[high] = a > b ? b : a;
-      }
-      __syncwarp();
-    }
-  }
+  team_sync<Experts::kLanes>();
+  sort_shared<Experts::kLanes>(shared_row, Experts::kSlots * Experts::kLanes, lane);
 #pragma unroll
   for (int p = 0; p < Picks::kSlots; ++p) {
     picked[p] = Picks::live(p, lane) ? shared_row[Picks::column(p, lane)] : Pick(0);
