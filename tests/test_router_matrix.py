@@ -320,6 +320,8 @@ def compare(case: Case, backend: str) -> int:
     depth = torch.zeros_like(wide.logits)
     if case.score == "softmax":  # a bias may pick experts of small probability
         depth = (wide.logits.amax(-1, keepdim=True) - wide.logits).nan_to_num(0.0, 0.0, 0.0)
+    elif case.score == "sigmoid":  # all scores of a row may be far below 1
+        depth = wide.logits.nan_to_num(0.0, 0.0, 0.0).clamp(max=0.0).abs().amax(-1, keepdim=True)
     noise = (DEPTH * depth * dense["wanted"].abs()).nan_to_num(0.0)
     close_rows("weights", dense["got"][rows], dense["wanted"][rows], ULPS, noise=noise[rows])
     probs = got.outputs["probs"]
