@@ -58,7 +58,8 @@ def sink_block(block: Block, sparse: int = SPARSE) -> bool:
                 if isinstance(value, OpResult) and isinstance(value.op, row.Gather) and value.op.x is op.x:
                     block.ops.remove(value.op)  # nothing to sink: the same gather again
                     continue
-                if row.may_be_away(op.indices):
+                # Picks of unknown origin go no further than fuse-score-topk.
+                if isinstance(op.indices, OpResult) and row.may_be_away(op.indices):
                     value = math.select(create_one("math.less", op.indices, 0.0), 0.0, value)
             replace_op(block, op, [value])
             changed = True

@@ -67,7 +67,7 @@ Result cuModuleGetFunction(Handle* function, Handle module, const char* name) {
 }
 Result cuFuncLoad(Handle function) { return 0; }
 Result cuFuncGetAttribute(int* value, int which, Handle function) {
-  *value = which == 0 ? 512 : which == 1 ? 1024 : which == 4 ? 40 : 0;
+  *value = which == 0 ? 1024 : which == 1 ? 1024 : which == 4 ? 40 : 0;
   return 0;
 }
 Result cuFuncSetAttribute(Handle function, int which, int value) { allowed_shared = value; return which == 8 ? 0 : 1; }

@@ -230,7 +230,7 @@ said = [error(lambda: failing(700)), error(lambda: failing(1)), error(lambda: fa
 fake.fake_fail(0)
 said += [error(lambda: driver.Module.load(b"not one", "kernel", 0)),
          error(lambda: driver.Module.load(b"\\x7fELF cubin", "other", 0)),
-         error(lambda: module.kernel.prepare((1024, 1, 1), 0, KINDS)),
+         error(lambda: module.kernel.prepare((2048, 1, 1), 0, KINDS)),
          error(lambda: module.kernel.prepare((0, 1, 1), 0, KINDS))]
 before = fake.fake_unloads()
 module.unload(); module.unload()
@@ -245,7 +245,7 @@ print(json.dumps([*said, fake.fake_depth(), fake.fake_unloads() - before]))
             ("ToolchainError", "CUDA_ERROR_OUT_OF_MEMORY"),
             ("ToolchainError", "CUDA_ERROR_NO_BINARY_FOR_GPU", "MOESAIC_ARCH"),
             ("InternalError", "CUDA_ERROR_NOT_FOUND", "'other'"),
-            ("InternalError", "(1024, 1, 1)", "1 to 512"),
+            ("InternalError", "(2048, 1, 1)", "1 to 1024"),
             ("InternalError", "(0, 1, 1)"),
         ],
         strict=False,

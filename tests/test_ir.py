@@ -72,8 +72,8 @@ def test_not_a_value(bad):
 def test_an_op_needs_a_home():
     with pytest.raises(InputError, match=r"math\.add: no operand belongs to a function yet"):
         create_one("math.add", 1.0, 2.0)
-    with pytest.raises(InputError, match=r"unknown op 'math\.ad'; did you mean 'math\.add'"):
-        create_one("math.ad", 1.0, 2.0)
+    with pytest.raises(InputError, match=r"unknown op 'math\.adde'; did you mean 'math\.add'"):
+        create_one("math.adde", 1.0, 2.0)
     block = Block()
     assert create_one("math.add", 1.0, 2.0, block=block).block is block
 

@@ -31,8 +31,10 @@ def check(module):
 # Every op -------------------------------------------------------------------------------------------------------------
 
 ROWS = "%x: tensor<Tx6xbf16>, %v: tensor<6xf32>, %i: tensor<Tx2xi32>, %p: tensor<Tx2xf32>, %d: tensor<Tx6xf64>"
+ROWS += ", %n: tensor<Nx0xf32>, %f: tensor<Tx6xi1>"
 EXAMPLES = {
     "math.add": "%y = math.add %x, %v : tensor<Tx6xf32>",
+    "math.and": "%y = math.and %f, %f : tensor<Tx6xi1>",
     "math.sub": "%y = math.sub 1.0, %d : tensor<Tx6xf64>",
     "math.mul": "%y = math.mul %x, -0.0 : tensor<Tx6xf32>",
     "math.div": "%y = math.div %x, inf : tensor<Tx6xf32>",
@@ -80,22 +82,51 @@ EXAMPLES = {
     "row.scatter": "%y = row.scatter %p, %i {size = 6} : tensor<Tx6xf32>",
     "row.membership": "%y = row.membership %i {size = 6} : tensor<Tx6xu8>",
     "row.bitmap": "%y = row.bitmap %i {size = 6} : tensor<Tx1xu8>",
-    "col.sum": "%y = col.sum %x : tensor<6xf32>",
-    "col.count": "%y = col.count %i {size = 6} : tensor<6xi32>",
+    "col.sum": "%y = col.sum %x, %n {segments = batch_first} : tensor<Nx6xf32>",
+    "row.first": "%y = row.first %x {n = 5} : tensor<Tx6xi1>",
+    "row.append": "%y = row.append %i {count = 2, first = 6} : tensor<Tx4xi32>",
+    "col.count": (
+        "%y = col.count %i {size = 6} : tensor<6xi32>\n"
+        "  %z = col.count %i, %n {segments = batch_first, size = 6} : tensor<Nx6xi32>"
+    ),
+    "col.rows": "%y = col.rows %x : tensor<f32>",
+    "col.spread": (
+        "%y = col.sum %x, %n {segments = sequence_first} : tensor<Nx6xf32>\n"
+        "  %z = col.spread %y, %x {segments = sequence_first} : tensor<Tx6xf32>"
+    ),
+    "col.total": "%y = col.sum %x : tensor<6xf32>\n  %z = col.total %y : tensor<f32>",
+    "moe.load_balance_loss": (
+        "%c = col.count %i, %n {segments = batch_first, size = 6} : tensor<Nx6xi32>\n"
+        "  %t = col.rows %x : tensor<f32>\n"
+        "  %y = moe.load_balance_loss %x, %c, %t, %n {coef = 0.5, segments = batch_first, top_k = 2} : tensor<f32>"
+    ),
+    "moe.z_loss": (
+        "%z = row.logsumexp %x : tensor<Tx1xf32>\n  %t = col.rows %x : tensor<f32>\n"
+        "  %y = moe.z_loss %z, %t {coef = 0.5} : tensor<f32>"
+    ),
+    "moe.entropy_loss": ("%t = col.rows %x : tensor<f32>\n  %y = moe.entropy_loss %x, %t {coef = -0.5} : tensor<f32>"),
+    "kernel.ticket": (
+        "%y, %z = kernel.row_program %x {blocks = B} (%x: tensor<Tx6xbf16>) {\n"
+        "    %s = col.sum %x : tensor<6xf32>\n    %t = kernel.ticket : tensor<i32>\n    yield %s, %t\n"
+        "  } : tensor<Bx6xf32>, tensor<i32>"
+    ),
     "kernel.row_program": (
         "%y, %z = kernel.row_program %x {blocks = B} (%x: tensor<Tx6xbf16>) {\n"
         "    %e = math.exp %x : tensor<Tx6xf32>\n    %s = col.sum %e : tensor<6xf32>\n    yield %e, %s\n"
         "  } : tensor<Tx6xf32>, tensor<Bx6xf32>"
     ),
-    "kernel.col_finish": "%y = kernel.col_finish %p : tensor<2xf32>",
+    "kernel.col_finish": (
+        "%y = kernel.col_finish %p {partials = 1} (%a: tensor<2xf32>) {\n"
+        "    %b = math.exp %a : tensor<2xf32>\n    yield %b\n  } : tensor<2xf32>"
+    ),
     "launch.alloc": (
         '%y = launch.alloc {slot = 3, space = workspace, type = "tensor<T*8 + 5x6xf32>"} : tensor<T*8 + 5x6xf32>'
     ),
     "launch.kernel": (
         '%o = launch.alloc {space = result, type = "tensor<2xf32>"} : tensor<2xf32>\n'
-        '  launch.kernel %p, %o {blocks = B, config = ["threads=256", "odd \\"one\\" \\\\n"], reads = 1, '
-        "symbol = f_finish, template = col_finish} (%a: tensor<Tx2xf32>) {\n"
-        "    %b = kernel.col_finish %a : tensor<2xf32>\n    yield %b\n  }"
+        '  launch.kernel %p, %o {blocks = B, config = ["threads=256", "odd \\"one\\" \\\\n"], partials = 1, reads = 1, '
+        "symbol = f_finish, template = col_finish} (%a: tensor<2xf32>) {\n"
+        "    %b = math.exp %a : tensor<2xf32>\n    yield %b\n  }"
     ),
     "return": "",
     "yield": ("%y = kernel.row_program %x {blocks = B} (%x: tensor<Tx6xbf16>) {\n    yield %x\n  } : tensor<Tx6xbf16>"),

@@ -258,8 +258,10 @@ def test_sixty_equal_layers_share_one_graph(backend: str) -> None:
         actual = leaves({"x": torch.cat([x, x])[:tokens]})["x"]
         result = model(actual)
         result[:5].sum().backward()
-        assert torch.equal(result[:5], out)
-        assert torch.equal(actual.grad[:5], expected.grad)
+        # The gate's product may round otherwise for another number of rows; sixty layers carry that on.
+        rounding = 0.0 if tokens == 5 else 1e-5
+        torch.testing.assert_close(result[:5], out, rtol=rounding, atol=0.0)
+        torch.testing.assert_close(actual.grad[:5], expected.grad, rtol=0.0, atol=rounding * float(expected.grad.max()))
     assert gradient.count_nonzero()
     assert graphs() == 1
     assert counters["aot_autograd"]["ok"] == 1
