@@ -17,7 +17,7 @@ from moesaic.codegen.kernel import GeneratedKernel
 from moesaic.codegen.target import Target
 from moesaic.ir import environment
 from moesaic.ir.core import Function, Module
-from moesaic.ir.declare import Router
+from moesaic.ir.declare import LOSS_PREFIX, Router
 from moesaic.ir.errors import InputError, InputTypeError, UnsupportedError, suggestion
 from moesaic.ir.types import Affine, Dim, DType, TensorType, symbol
 from moesaic.runtime import launcher
@@ -213,6 +213,9 @@ class CompiledLayer:
             self._losses = tuple(declared.losses)
         names = declared.outputs if isinstance(declared, Router) else tuple(declared.entry.result_names)
         self._result_type = _result_type((*names, "losses") if self._losses else names)
+        self._flat_type = (
+            _result_type((*names, *(LOSS_PREFIX + n for n in self._losses))) if self._losses else self._result_type
+        )
 
     def _dtypes(self) -> list[DType]:
         declared = self._declared_dtype
@@ -250,11 +253,11 @@ class CompiledLayer:
                 if result is not None:
                     self._ran, self._last = self._native_backend, args[0].dtype
                     if type(result) is not list:
-                        return result
+                        return self._named(result) if self._losses else result
                     handle = (self._masked_handles if "token_mask" in inputs else self._handles)[self._last]
                     if has_backward(handle):  # inputs, to be recorded by autograd
                         outputs = record(handle, self._native_backend, result)
-                        return self._result_type(*outputs[: len(self._result_type._fields)])
+                        return self._named(outputs[: len(self._flat_type._fields)])
         if not args and "logits" in inputs:
             args = (inputs.pop("logits"),)
         if len(args) != 1:
@@ -292,7 +295,7 @@ class CompiledLayer:
                     outputs = record(handle, backend, tensors)
                 else:
                     outputs = RUNNERS[backend].run(signature.program, "forward", (), tensors)
-                if self._native is None and launcher.is_built() and not self._losses:
+                if self._native is None and launcher.is_built():
                     self._make_native(backend, logits)
         if logits.dim() == 2:
             results = outputs[: len(signature.has_rows)]
@@ -302,6 +305,10 @@ class CompiledLayer:
                 o.reshape(*leading, *o.shape[1:]) if rows else o
                 for o, rows in zip(outputs, signature.has_rows, strict=False)
             ]
+        return self._named(results)
+
+    def _named(self, results: Sequence[torch.Tensor]) -> Any:
+        """The results of the function as the call's: outputs by name, then losses as a mapping."""
         if not self._losses:
             return self._result_type(*results)
         first = len(results) - len(self._losses)
@@ -330,7 +337,7 @@ class CompiledLayer:
         assert types is not None
         followed = backend if self._asked == "auto" else ""  # what MOESAIC_BACKEND may say
         self._native_backend = backend
-        self._native = types.Caller(logits, followed, self._result_type, tuple(variants))
+        self._native = types.Caller(logits, followed, self._flat_type, tuple(variants))
 
     def warmup(
         self,
