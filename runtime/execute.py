@@ -102,8 +102,7 @@ class Prepared:
             for step, kernel in zip(plan.steps, loaded, strict=True)
         ]
         self.slots = _slots(plan)
-        # Made here, since a call may run inside a graph capture, whose memory nothing may keep.
-        self.elements = {s.dtype: torch.empty(1, dtype=s.dtype, device=device) for s in self.slots}
+        self.device = device
         self.sized: _Sized | None = None
 
     def run(self, inputs: Sequence[torch.Tensor], stream: int) -> list[torch.Tensor]:
@@ -112,14 +111,14 @@ class Prepared:
         sequences = 0 if self.sequences_from < 0 else inputs[self.sequences_from].shape[0]
         sized = self.sized
         if sized is None or sized.tokens != tokens or sized.sequences != sequences:
-            sized = self.sized = self._size(tokens, sequences, inputs[0].device)
+            sized = self.sized = self._size(tokens, sequences)
         fresh = self.runner.fresh
         tensors = [*inputs]
-        for template, reused in sized.templates:
-            if reused < 0:
-                tensors.append(fresh(template))
+        for shape, slot in zip(sized.shapes, self.slots, strict=True):
+            if slot.reuses < 0:
+                tensors.append(fresh(shape, dtype=slot.dtype, device=self.device))
             else:  # of the same size, see plan-workspace
-                tensors.append(tensors[reused].view(template.dtype).view(template.shape))
+                tensors.append(tensors[len(inputs) + slot.reuses].view(slot.dtype).view(shape))
         for step, grid in zip(self.steps, sized.grids, strict=True):
             if grid[0]:
                 values = [ARGUMENTS[kind](tensors, number, tokens) for kind, number in step.arguments]
@@ -138,12 +137,15 @@ class Prepared:
         def failed(step: int, code: int, blocks: int) -> None:
             raise driver.fault(code, launches[step].action((blocks, 1, 1)) if step >= 0 else "enter a context")
 
+        # Tensors say dtypes and the device. They hold no memory: a layer may be prepared while torch warms up a CUDA
+        # graph, whose memory nothing may keep.
+        empty = {s.dtype: torch.empty(0, dtype=s.dtype, device=self.device) for s in self.slots}
         return types.Plan(
-            next(iter(self.elements.values())),
+            next(iter(empty.values())),
             tuple(points),
             (inputs, self.tokens_from, self.sequences_from),
             tuple(
-                (by_symbol[s.rows], s.columns, self.elements[s.dtype], -1 if s.reuses < 0 else inputs + s.reuses)
+                (by_symbol[s.rows], s.columns, empty[s.dtype], -1 if s.reuses < 0 else inputs + s.reuses)
                 for s in self.slots
             ),
             tuple(
@@ -160,7 +162,7 @@ class Prepared:
             launches,
         )
 
-    def _size(self, tokens: int, sequences: int, device: torch.device) -> _Sized:
+    def _size(self, tokens: int, sequences: int) -> _Sized:
         symbols = {"T": tokens, "N": sequences}
         grids: list[Grid] = []
         for step in self.steps:
@@ -168,17 +170,8 @@ class Prepared:
             grids.append((blocks, 1, 1))
             if step.symbol:
                 symbols[step.symbol] = blocks
-        inputs = len(self.executable.plan.inputs)
-        templates = []
-        for slot in self.slots:
-            shape = (symbols[slot.rows], *slot.columns) if slot.rows else slot.columns
-            if 0 in shape:
-                template = torch.empty(shape, dtype=slot.dtype, device=device)
-            else:  # one element, repeated: a shape that holds no memory to speak of
-                strides = (1 if set(shape) == {1} else 0,) * len(shape)  # of one element, `empty_like` keeps strides
-                template = self.elements[slot.dtype].as_strided(shape, strides)
-            templates.append((template, -1 if slot.reuses < 0 else inputs + slot.reuses))
-        return _Sized(tokens, sequences, tuple(grids), tuple(templates))
+        shapes = [(symbols[slot.rows], *slot.columns) if slot.rows else slot.columns for slot in self.slots]
+        return _Sized(tokens, sequences, tuple(grids), tuple(shapes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,14 +182,13 @@ class _Sized:
         tokens: T.
         sequences: N; 0 where tokens belong to no sequences.
         grids: of each launch.
-        templates: a tensor of the shape and dtype of each buffer (``empty_like`` of one costs half of ``empty``), and
-            the number of the operand whose memory it takes over, or -1.
+        shapes: of each buffer.
     """
 
     tokens: int
     sequences: int
     grids: tuple[Grid, ...]
-    templates: tuple[tuple[torch.Tensor, int], ...]
+    shapes: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,8 +331,9 @@ class Runner:
         """Runs on the device of that index, on its current stream."""
         return prepared.run(inputs, 0)
 
-    fresh: Callable[[torch.Tensor], torch.Tensor] = staticmethod(torch.empty_like)
-    """New memory in the shape and dtype of a template."""
+    def fresh(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """New memory for a buffer."""
+        return torch.empty(shape, dtype=dtype, device=device)
 
 
 class CudaRunner(Runner):
@@ -436,10 +429,9 @@ class EmulatedRunner(Runner):
     def load(self, kernel: GeneratedKernel, device: torch.device) -> Loaded:
         return _EmulatedKernel(kernel, self)
 
-    @staticmethod
-    def fresh(template: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def fresh(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         # All bits set: NaN as a float, -1 as an integer. What a kernel leaves unwritten shows.
-        tensor = torch.empty_like(template)
+        tensor = super().fresh(shape, dtype, device)
         tensor.view(-1).view(torch.uint8).fill_(0xFF)
         return tensor
 
