@@ -15,7 +15,7 @@ from typing import Any, Self
 from moesaic.ir.attributes import Call
 from moesaic.ir.builder import Builder
 from moesaic.ir.core import Constant, Module, OpResult, Value, create_one
-from moesaic.ir.errors import InputError, InputTypeError, suggestion
+from moesaic.ir.errors import InputError, InputTypeError, check_choice, suggestion
 from moesaic.ir.losses import Entropy, LoadBalance, Loss
 from moesaic.ir.ops import math, row
 from moesaic.ir.types import DType, symbol, tensor
@@ -191,12 +191,12 @@ class Router:
         if not _is_int(k) or not 1 <= k <= e + z:
             raise InputError(f"top_k must be an integer between 1 and {self._experts}, found top_k = {k!r}")
         if isinstance(self.score, str):
-            _choice("score", self.score, SCORES)
+            check_choice("score", self.score, SCORES)
         elif not callable(self.score):
             raise InputError(f"score must be a name or a function of an IR value, found {self.score!r}")
-        _choice("order", self.order, ("score_then_topk", "topk_then_score"))
-        _choice("rank", self.rank, ("auto", "score"))
-        _choice("selection", self.selection, ("topk", "given"))
+        check_choice("order", self.order, ("score_then_topk", "topk_then_score"))
+        check_choice("rank", self.rank, ("auto", "score"))
+        check_choice("selection", self.selection, ("topk", "given"))
         self._check_groups()
         self._check_indices()
         if not isinstance(self.renormalize, bool | Normalization | LpNormalization):
@@ -214,7 +214,7 @@ class Router:
         if not self.outputs:
             raise InputError(f"outputs is empty; name at least one of {', '.join(OUTPUTS)}")
         for output in self.outputs:
-            _choice("outputs", output, OUTPUTS)
+            check_choice("outputs", output, OUTPUTS)
         if len(set(self.outputs)) != len(self.outputs):
             raise InputError(f"outputs names one twice: {self.outputs}")
         object.__setattr__(self, "losses", dict(self.losses))
@@ -263,7 +263,7 @@ class Router:
 
     def _check_indices(self) -> None:
         """The type of the indices, and what goes with picks that are given."""
-        _choice("indices_dtype", self.indices_dtype, INDICES)
+        check_choice("indices_dtype", self.indices_dtype, INDICES)
         if self.indices_dtype == "int16" and self.columns > 2**15 - 1:
             raise InputError(
                 f"indices_dtype 'int16' holds ids up to 32767, found {self._experts}; use 'int32' or 'int64'"
@@ -587,13 +587,6 @@ def _segments(loss: Loss) -> str:
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _choice(what: str, value: object, known: Mapping[str, object] | tuple[str, ...]) -> None:
-    if value not in known:
-        raise InputError(
-            f"unknown {what} {value!r}{suggestion(str(value), known)}; known: {', '.join(map(repr, known))}"
-        )
 
 
 def _group_score(value: str | Call) -> Call:

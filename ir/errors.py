@@ -7,7 +7,7 @@ code the command line ends with, so that a script can tell a mistake in its inpu
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 
@@ -63,3 +63,15 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     """``"; did you mean 'x'?"`` for the nearest of `known`, else the empty string."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def check_choice(what: str, value: object, known: Mapping[str, object] | tuple[str, ...]) -> None:
+    """Raises unless a value is one of those known, with a near one as a suggestion.
+
+    Raises:
+        InputError: it is not.
+    """
+    if value not in known:
+        raise InputError(
+            f"unknown {what} {value!r}{suggestion(str(value), known)}; known: {', '.join(map(repr, known))}"
+        )

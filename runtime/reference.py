@@ -6,7 +6,7 @@ repeating them. float64 inputs are computed in float64.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ class TorchArrays:
     log1p = staticmethod(torch.log1p)
     sqrt = staticmethod(torch.sqrt)
     tanh = staticmethod(torch.tanh)
+    erf = staticmethod(torch.erf)
     sigmoid = staticmethod(torch.sigmoid)
     abs = staticmethod(torch.abs)
     maximum = staticmethod(torch.maximum)
@@ -129,6 +130,50 @@ class TorchArrays:
         zeros = torch.zeros((*indices.shape[:-1], size), dtype=torch.int64, device=indices.device)
         return zeros.scatter_add(-1, places, inside.long())
 
+    @staticmethod
+    def take_rows(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        if not x.shape[0]:
+            return x.new_zeros((indices.shape[0], x.shape[1]))
+        inside, places = _inside(indices, x.shape[0])
+        return x[places].masked_fill(~inside.unsqueeze(-1), 0)
+
+    @staticmethod
+    def sum_rows(x: torch.Tensor, indices: torch.Tensor, size: int) -> torch.Tensor:
+        inside, places = _inside(indices, size)
+        zeros = torch.zeros((size, x.shape[1]), dtype=x.dtype, device=x.device)
+        return zeros.index_add(0, places, x.masked_fill(~inside.unsqueeze(-1), 0))
+
+    @staticmethod
+    def group_of_rows(counts: torch.Tensor, offsets: torch.Tensor, rows: int) -> torch.Tensor:
+        row = torch.arange(rows, device=counts.device)
+        group = torch.searchsorted(offsets[1:].long(), row, right=True).clamp(max=counts.shape[0] - 1)
+        return torch.where(row < offsets[group] + counts[group], group, -1)
+
+    @staticmethod
+    def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return a @ b
+
+    @staticmethod
+    def transpose(x: torch.Tensor) -> torch.Tensor:
+        return x.transpose(-1, -2)
+
+    @staticmethod
+    def grouped_matmul(
+        x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor, offsets: torch.Tensor
+    ) -> torch.Tensor:
+        parts = []
+        done = 0
+        for expert, (first, last) in _groups(counts, offsets):
+            parts += [x.new_zeros((first - done, weight.shape[-1])), x[first:last] @ weight[expert]]
+            done = last
+        return torch.cat([*parts, x.new_zeros((x.shape[0] - done, weight.shape[-1]))])
+
+    @staticmethod
+    def grouped_outer(
+        a: torch.Tensor, b: torch.Tensor, counts: torch.Tensor, offsets: torch.Tensor
+    ) -> torch.Tensor:
+        return torch.stack([a[first:last].T @ b[first:last] for _, (first, last) in _groups(counts, offsets)])
+
 
 def _inside(indices: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Which indices lie in [0, size), and all of them as int64 with the others brought there."""
@@ -136,8 +181,14 @@ def _inside(indices: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tenso
     return (places >= 0) & (places < size), places.clamp(0, size - 1)
 
 
+def _groups(counts: torch.Tensor, offsets: torch.Tensor) -> Iterator[tuple[int, tuple[int, int]]]:
+    """Number, first row and end of each group. Reads them on the host: the reference may."""
+    for number, (count, first) in enumerate(zip(counts.tolist(), offsets.tolist(), strict=False)):
+        yield number, (first, first + count)
+
+
 def evaluate(function: Function, inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """The results of a function of declared ops (``math.``, ``row.``, ``col.``) on tensors given by input name."""
+    """The results of a function of declared ops (``math.``, ``row.``, ``col.``, ``slot.``) on tensors given by input name."""
     xp: Any = TorchArrays()
     values: dict[Value, torch.Tensor] = {a: inputs[a.name] for a in function.arguments}
     like = next(iter(values.values()))

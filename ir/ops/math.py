@@ -20,6 +20,8 @@ from moesaic.ir.types import DType, TensorType, broadcast_shapes
 SMALLEST_NORMAL = 2.0**-126
 """Of float32. Below it a divisor counts as zero."""
 
+_TWO_OVER_ROOT_PI = 1.1283791670955126
+
 
 class Elementwise(Op):
     """Base: one result, of the broadcast shape of the operands."""
@@ -426,6 +428,21 @@ class Silu(Unary):
     def gradient(self, *cotangents: Value | None) -> Sequence[Value | None]:
         s = create_one("math.sigmoid", self.x)
         return [_only(cotangents) * (s + self.y * (1.0 - s))]
+
+
+class Erf(Unary):
+    """y = 2 / sqrt(pi) * integral of e^(-s^2) from 0 to x."""
+
+    name = "math.erf"
+    cuda = "erff({0})"
+    strictly_increasing = True
+
+    def formula(self, xp: ArrayNamespace, *operands: Array) -> Array:
+        return xp.erf(operands[0])
+
+    def gradient(self, *cotangents: Value | None) -> Sequence[Value | None]:
+        slope = create_one("math.exp", -(self.x * self.x)) * _TWO_OVER_ROOT_PI
+        return [_only(cotangents) * slope]
 
 
 class GeluTanh(Unary):
