@@ -12,7 +12,11 @@ from collections.abc import Sequence
 from moesaic.ir import core
 from moesaic.ir.core import Block, Op, OpResult, Value, result
 from moesaic.ir.ops.col import ColumnReduction, Spread
-from moesaic.ir.types import DType, TensorType, symbol
+from moesaic.ir.ops.slot import Dispatch
+from moesaic.ir.types import Dim, DType, TensorType, symbol
+
+SUM_COLUMNS = 128
+"""Columns that a partial sum of a row in a product's epilogue is over."""
 
 
 def is_column_value(value: Value) -> bool:
@@ -91,3 +95,130 @@ class Ticket(Op):
 
     def infer(self) -> Sequence[TensorType]:
         return [TensorType((), DType.I32)]
+
+
+class DispatchKernel(Op):
+    """Base of the three steps of a ``slot.dispatch``, with its attributes."""
+
+    experts = core.integer("E", minimum=1)
+    align = core.integer("rows that each expert's first slot is a multiple of", minimum=1, default=1)
+    capacity = core.number("C over an even share of the picks; 0 for no bound", minimum=0.0, default=0.0)
+    pad = core.boolean("whether every expert has C rows, in use or not", default=False)
+
+
+class DispatchCount(DispatchKernel):
+    """table_{b,e} = picks of expert e among those of block b, which has a run of tokens of its own."""
+
+    name = "kernel.dispatch_count"
+    indices = core.operand("[T, K]")
+    table = result("[blocks, E] i32")
+    blocks = core.string("symbol of the number of blocks")
+
+    def infer(self) -> Sequence[TensorType]:
+        return [TensorType((symbol(self.blocks), self.experts), DType.I32)]
+
+
+class DispatchScan(DispatchKernel):
+    """bases_{b,e} = sum_{b' < b} table_{b',e}; found_e = the sum over all blocks."""
+
+    name = "kernel.dispatch_scan"
+    table = core.operand("[blocks, E] i32")
+    bases = result("[blocks, E] i32")
+    found = result("[E] i32")
+
+    def infer(self) -> Sequence[TensorType]:
+        return [self.table.type, TensorType((self.experts,), DType.I32)]
+
+
+class DispatchScatter(DispatchKernel):
+    """The results of ``slot.dispatch``; its blocks have the tokens that those of ``kernel.dispatch_count`` had."""
+
+    name = "kernel.dispatch_scatter"
+    indices = core.operand("[T, K]")
+    bases = core.operand("[blocks, E] i32")
+    found = core.operand("[E] i32")
+    counts = result("[E] i32")
+    offsets = result("[E + 1] i32")
+    tokens = result("[M] i32")
+    picks = result("[M] i32")
+    slots = result("[T, K] i32")
+    dropped = result("[1] i32")
+
+    def infer(self) -> Sequence[TensorType]:
+        return self.as_declared().infer()
+
+    def as_declared(self) -> Dispatch:
+        """The op it carries out."""
+        attributes = {k: v for k, v in self.attributes.items() if k in Dispatch.attribute_defs}
+        return Dispatch([self.indices], attributes)
+
+
+class Region(Op):
+    """Base of kernels over slots or tokens: the region's arguments stand for the operands, its yield for the results."""
+
+    variadic = True
+    has_region = True
+
+    def infer(self) -> Sequence[TensorType]:
+        if self.region is None:
+            self.fail("needs a region")
+        return [self.result_type(value) for value in self.region.terminator.operands]
+
+    def result_type(self, value: Value) -> TensorType:
+        """The type of the buffer that a value of the region leaves in."""
+        return value.type
+
+    def verify(self) -> None:
+        if self.region is None or len(self.region.arguments) != len(self.operands):
+            self.fail("the region must have one argument for each operand")
+        for number, (given, inside) in enumerate(zip(self.operands, self.region.arguments, strict=True)):
+            if given.type != inside.type and not is_partial_sum(given.type, inside.type):
+                self.fail(f"operand {number + 1} is {given.type}, but {inside.type} in the region")
+
+
+def is_partial_sum(given: TensorType, wanted: TensorType) -> bool:
+    """Whether a buffer [R, n] of float32 holds sums of rows, [R, 1], in n parts."""
+    rows = given.rank == 2 and wanted.rank == 2 and given.shape[0] == wanted.shape[0]
+    return rows and wanted.shape[1] == 1 and given.dtype is wanted.dtype is DType.F32
+
+
+class Product(Region):
+    """A product of rows and a weight, or two that share the rows, and what is elementwise after it.
+
+    The region holds the ``slot.gather`` of the rows, if they are gathered, the product, and the epilogue. A sum of rows
+    leaves as partial sums over `SUM_COLUMNS` columns each.
+    """
+
+    name = "kernel.product"
+
+    def result_type(self, value: Value) -> TensorType:
+        if isinstance(value, OpResult) and value.op.name == "row.sum":
+            columns = value.op.operands[0].type.shape[-1]
+            assert isinstance(columns, int)
+            parts: Dim = -(-columns // SUM_COLUMNS)
+            return TensorType((value.type.shape[0], parts), value.type.dtype)
+        return value.type
+
+
+class Wgrad(Region):
+    """A weight's gradient, cast; the region may hold the ``slot.gather`` of its operands, and sums of one's rows."""
+
+    name = "kernel.wgrad"
+
+
+class Combine(Region):
+    """A ``slot.combine`` and what is elementwise after it, rows of tokens."""
+
+    name = "kernel.combine"
+
+
+class ToPicks(Region):
+    """Numbers of slots, each the sum of a row of its operand, what is elementwise on them, and a ``slot.to_picks``."""
+
+    name = "kernel.to_picks"
+
+
+class SlotRows(Region):
+    """Gathers, elementwise ops and sums of rows over slots."""
+
+    name = "kernel.slot_rows"

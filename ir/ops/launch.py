@@ -13,6 +13,19 @@ from moesaic.ir import core
 from moesaic.ir.core import Op, result
 from moesaic.ir.types import TensorType
 
+TEMPLATES = (
+    "row_program",
+    "col_finish",
+    "dispatch_count",
+    "dispatch_scan",
+    "dispatch_scatter",
+    "product",
+    "wgrad",
+    "combine",
+    "to_picks",
+    "slot_rows",
+)
+
 
 class Alloc(Op):
     """A buffer: a result handed to the caller, or a slot of the workspace that later buffers may reuse."""
@@ -29,22 +42,28 @@ class Alloc(Op):
 
 
 class Kernel(Op):
-    """One launch of one kernel of a template family."""
+    """One launch of one kernel of a template family.
+
+    The region of a step of a dispatch is empty: `facts` say all there is to say.
+    """
 
     name = "launch.kernel"
     variadic = True
     pure = False
     has_region = True
     symbol = core.string("name of the kernel")
-    template = core.string("template family", choices=("row_program", "col_finish"))
+    template = core.string("template family", choices=TEMPLATES)
     reads = core.integer("how many of the operands are read; the rest are written", minimum=0)
     blocks = core.string("symbol that stands for the number of blocks", default="")
     partials = core.integer("how many operands are partial rows of sums: the first", minimum=0, default=0)
+    facts = core.strings("what does not follow from the region, as name=value", default=())
     config = core.strings("configuration chosen by `specialize`, as name=value", default=())
 
     def verify(self) -> None:
         if self.reads > len(self.operands):
             self.fail(f"reads {self.reads} of {len(self.operands)} operands")
+        if self.region is not None and not self.region.arguments and self.template.startswith("dispatch_"):
+            return
         if self.region is None or len(self.region.arguments) != self.reads:
             self.fail(f"the region must have one argument for each of the {self.reads} operands read")
         if len(self.region.terminator.operands) != len(self.operands) - self.reads:
@@ -53,6 +72,11 @@ class Kernel(Op):
     @property
     def written(self) -> list[core.Value]:
         return self.operands[self.reads :]
+
+    @property
+    def known(self) -> dict[str, str]:
+        """Facts by name."""
+        return dict(item.split("=", 1) for item in self.facts)
 
     @property
     def configuration(self) -> dict[str, str]:
