@@ -14,6 +14,8 @@ __version__ = "0.1.0"
 _TABLE: dict[str, str] = {
     # declaring
     "Router": "moesaic.ir.declare:Router",
+    "Experts": "moesaic.ir.experts:Experts",
+    "ClampedSwiGLU": "moesaic.ir.experts:ClampedSwiGLU",
     "norm": "moesaic.ir.declare:norm",
     "sum_top": "moesaic.ir.declare:sum_top",
     "LoadBalance": "moesaic.ir.losses:LoadBalance",
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
     from moesaic.ir.builder import Builder
     from moesaic.ir.declare import Router, norm, sum_top
     from moesaic.ir.errors import MoesaicError
+    from moesaic.ir.experts import ClampedSwiGLU, Experts
     from moesaic.ir.losses import Entropy, LoadBalance, ZLoss
     from moesaic.ir.parser import parse
     from moesaic.runtime.compile import compile

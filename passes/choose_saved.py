@@ -49,11 +49,11 @@ class ChooseSaved(Pass):
         _values_from_picks(consumer.region)
         sweep(consumer.region)
 
-        known = {key: value for value, key in _keys(producer.region).items()}
+        known = {key: value for value, key in value_keys(producer.region).items()}
         names = {key: _name(forward, producer, _as_returned(producer, value)) for key, value in known.items()}
         shared: dict[Value, Value] = {}
         name_of: dict[Value, str] = {}
-        for value, key in _keys(consumer.region).items():
+        for value, key in value_keys(consumer.region).items():
             if not isinstance(value, OpResult) or value.type.leading != "T":
                 continue  # what is the same for all tokens is computed once a block
             if key in known and (not self.kept or names[key] in self.kept):
@@ -106,7 +106,7 @@ def _values_from_picks(region: Block) -> None:
             region.replace({op.values: values})
 
 
-def _keys(region: Block) -> dict[Value, str]:
+def value_keys(region: Block) -> dict[Value, str]:
     """A digest for each value of how it is computed from the region's named arguments."""
     keys: dict[Value, str] = {a: _digest("argument", a.name, str(a.type)) for a in region.arguments}
     for op in region.ops:

@@ -64,6 +64,10 @@ REGISTRY: dict[str, str] = {
     "differentiate": "moesaic.passes.differentiate:Differentiate",
     "expand-rows": "moesaic.passes.expand_rows:ExpandRows",
     "sink-gathers": "moesaic.passes.sink_gathers:SinkGathers",
+    "drop-sentinel-groups": "moesaic.passes.drop_sentinel_groups:DropSentinelGroups",
+    "commute-weights": "moesaic.passes.commute_weights:CommuteWeights",
+    "save-products": "moesaic.passes.save_products:SaveProducts",
+    "fuse-experts": "moesaic.passes.fuse_experts:FuseExperts",
     "fuse-score-topk": "moesaic.passes.fuse_score_topk:FuseScoreTopk",
     "choose-saved": "moesaic.passes.choose_saved:ChooseSaved",
     "plan-workspace": "moesaic.passes.plan_workspace:PlanWorkspace",
@@ -71,13 +75,14 @@ REGISTRY: dict[str, str] = {
 }
 
 FORWARD = (
-    "canonicalize,lower-aux-loss,cse,dce,expand-rows,sink-gathers,cse,dce,fuse-score-topk,plan-workspace,specialize"
+    "canonicalize,lower-aux-loss,cse,dce,expand-rows,sink-gathers,drop-sentinel-groups,commute-weights,cse,dce,"
+    "fuse-experts,fuse-score-topk,plan-workspace,specialize"
 )
 """The pipeline of a layer that is only run forward."""
 
 DEFAULT = (
-    "canonicalize,lower-aux-loss,cse,dce,differentiate,expand-rows,sink-gathers,cse,dce,fuse-score-topk,choose-saved,"
-    "dce,plan-workspace,specialize"
+    "canonicalize,lower-aux-loss,cse,dce,differentiate,expand-rows,sink-gathers,drop-sentinel-groups,commute-weights,"
+    "cse,dce,save-products,cse,dce,fuse-experts,fuse-score-topk,choose-saved,dce,plan-workspace,specialize"
 )
 """The pipeline of a layer with its backward function."""
 

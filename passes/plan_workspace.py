@@ -9,8 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from moesaic.ir.core import Block, Constant, Function, Module, Op, Value
-from moesaic.ir.ops.kernel import ColFinish, RowProgram
+from moesaic.ir.core import Block, Constant, Function, Module, Op, Value, Yield
+from moesaic.ir.ops import slot
+from moesaic.ir.ops.kernel import (
+    ColFinish,
+    DispatchCount,
+    DispatchKernel,
+    DispatchScatter,
+    Product,
+    RowProgram,
+    Wgrad,
+)
 from moesaic.ir.ops.launch import Alloc, Kernel
 from moesaic.ir.types import TensorType
 from moesaic.passes.manager import Pass, PassContext
@@ -38,6 +47,7 @@ def _plan(function: Function) -> bool:
         return False
     terminator = body.terminator
     slots = _Slots(body)
+    symbols: set[str] = set()
     body.ops = []
     buffers: dict[Value, Value] = {}
     for index, op in enumerate(kernels):
@@ -56,26 +66,54 @@ def _plan(function: Function) -> bool:
             body.append(alloc)
             buffers[value] = alloc.results[0]
             written.append(alloc.results[0])
-        body.append(_launch(function.name, op, [buffers.get(v, v) for v in op.operands], written))
+        body.append(_launch(function.name, op, [buffers.get(v, v) for v in op.operands], written, symbols))
     terminator.operands = [v if isinstance(v, Constant) else buffers.get(v, v) for v in terminator.operands]
     body.append(terminator)
     return True
 
 
-def _launch(function: str, op: Op, read: list[Value], written: list[Value]) -> Kernel:
+def _launch(function: str, op: Op, read: list[Value], written: list[Value], symbols: set[str]) -> Kernel:
     template = op.name.removeprefix("kernel.")
+    symbol, number = f"{function}_{_suffix(op)}", 2
+    while symbol in symbols:
+        symbol = f"{function}_{_suffix(op)}{number}"
+        number += 1
+    symbols.add(symbol)
+    region = op.region
+    if isinstance(op, DispatchKernel):
+        region = Block()
+        region.append(Yield([]))
     return Kernel(
         [*read, *written],
         {
-            "symbol": f"{function}_{'rows' if template == 'row_program' else 'finish'}",
+            "symbol": symbol,
             "template": template,
             "reads": len(read),
-            **({"blocks": op.blocks} if isinstance(op, RowProgram) else {}),
+            **({"blocks": op.blocks} if isinstance(op, RowProgram | DispatchCount) else {}),
             **({"partials": op.partials} if isinstance(op, ColFinish) else {}),
+            **({"facts": _facts(op)} if isinstance(op, DispatchKernel) else {}),
         },
-        region=op.region,
+        region=region,
         location=op.location,
     )
+
+
+def _suffix(op: Op) -> str:
+    """What a kernel does, in a word: the end of its name."""
+    if isinstance(op, Product | Wgrad) and op.region is not None:
+        product = next((o for o in op.region.ops if isinstance(o, slot.Product)), None)
+        if product is not None:
+            return product.weight.name or "product"
+        return next((v.name for v in op.region.terminator.operands if v.name), "wgrad")
+    return {"row_program": "rows", "col_finish": "finish"}.get(op.name.removeprefix("kernel."), op.name.split(".")[1])
+
+
+def _facts(op: DispatchKernel) -> tuple[str, ...]:
+    facts = {"experts": op.experts, "align": op.align, "capacity": float(op.capacity), "pad": int(op.pad)}
+    if isinstance(op, DispatchScatter):
+        declared = op.as_declared()
+        facts |= {"slots_per_token": declared.slots_per_token, "more_slots": declared.more_slots}
+    return tuple(f"{name}={value!r}" for name, value in facts.items())
 
 
 def _last_use(kernels: list[Op], value: Value) -> int:

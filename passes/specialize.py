@@ -17,7 +17,9 @@ from moesaic.ir.ops import col, row
 from moesaic.ir.ops.kernel import segments_of
 from moesaic.ir.ops.launch import Kernel
 from moesaic.ir.types import DType
+from moesaic.passes.dispatch_shape import dispatch_config
 from moesaic.passes.manager import Pass, PassContext
+from moesaic.passes.product_shape import product_shape
 from moesaic.passes.row_layout import Layout, experts_columns, infer_layouts, sparse_results
 
 MAX_EXPERTS = 16384
@@ -112,9 +114,22 @@ class Specialize(Pass):
             aligned: dict[Value, int] = dict(zip(function.arguments, given, strict=False))
             for op in function.body.ops:
                 if isinstance(op, Kernel):
-                    config = {"threads": "1024"} if op.template == "col_finish" else self._row_program(op, aligned)
+                    config = self._config(op, aligned)
                     op.attributes["config"] = ("target=" + self.target, *(f"{k}={v}" for k, v in config.items()))
         return True
+
+    def _config(self, op: Kernel, aligned: dict[Value, int]) -> dict[str, str]:
+        if op.template == "row_program":
+            return self._row_program(op, aligned)
+        if op.template == "col_finish":
+            return {"threads": "1024"}
+        if op.template.startswith("dispatch_"):
+            return dispatch_config(op)
+        alignment = {"alignment": ",".join(str(aligned.get(v, 16)) for v in op.operands[: op.reads])}
+        assert op.region is not None
+        if op.template in ("product", "wgrad"):
+            return {**product_shape(op.region).config(), **alignment}
+        return {"threads": "256", **alignment}
 
     def _row_program(self, op: Kernel, aligned: dict[Value, int]) -> dict[str, str]:
         assert op.region is not None

@@ -10,11 +10,11 @@ from moesaic.ir.diagnostics import Diagnostic, DiagnosticError
 
 STAGES: dict[str, tuple[str, ...]] = {
     # What a person writes, and its derivative.
-    "declared": ("math.", "row.", "col.", "moe."),
+    "declared": ("math.", "row.", "col.", "moe.", "slot."),
     # Losses are column reductions.
-    "summed": ("math.", "row.", "col."),
-    # Composite row ops are spelled out.
-    "expanded": ("math.", "row.", "col."),
+    "summed": ("math.", "row.", "col.", "slot."),
+    # Composite row ops are spelled out; what belongs to experts may be fused before what belongs to a router.
+    "expanded": ("math.", "row.", "col.", "slot.", "kernel."),
     # One op a launch; regions hold the rest.
     "fused": ("kernel.",),
     # Buffers and launches.
@@ -23,8 +23,9 @@ STAGES: dict[str, tuple[str, ...]] = {
 
 # A region inside a kernel holds what the "expanded" stage allows.
 _REGION: dict[str, tuple[str, ...]] = {
-    "fused": ("math.", "row.", "col.", "kernel.ticket"),
-    "planned": ("math.", "row.", "col.", "kernel.ticket"),
+    "expanded": ("math.", "row.", "slot."),
+    "fused": ("math.", "row.", "col.", "slot.", "kernel.ticket"),
+    "planned": ("math.", "row.", "col.", "slot.", "kernel.ticket"),
 }
 
 

@@ -8,7 +8,7 @@ import pickle
 from collections import namedtuple
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import torch
 from torch.autograd import forward_ad
@@ -19,9 +19,11 @@ from moesaic.ir import environment
 from moesaic.ir.core import Function, Module
 from moesaic.ir.declare import LOSS_PREFIX, Router
 from moesaic.ir.errors import InputError, InputTypeError, UnsupportedError, suggestion
+from moesaic.ir.experts import Experts
 from moesaic.ir.types import Affine, Dim, DType, TensorType, symbol
 from moesaic.runtime import launcher
 from moesaic.runtime.execute import RUNNERS, compiled_kernel
+from moesaic.runtime.memory import Memory, memory_of
 from moesaic.runtime.program import Executable, Program, program_by_key, program_of
 from moesaic.runtime.reference import TORCH_DTYPES, evaluate
 from moesaic.runtime.torch_ops import record
@@ -29,6 +31,7 @@ from moesaic.runtime.torch_ops import record
 if TYPE_CHECKING:
     from moesaic.codegen.nvrtc import CompiledKernel
     from moesaic.codegen.resources import Resources
+    from moesaic.runtime.experts import CompiledExperts
 
 BACKENDS = ("auto", "cuda", "emulate", "reference")
 
@@ -38,13 +41,23 @@ _is_compiling = torch.compiler.is_compiling
 _DTYPES = {t: d for d, t in TORCH_DTYPES.items()}
 
 
-def compile(what: Router | Module, *, target: str | Target | None = None, backend: str = "auto") -> CompiledLayer:
+@overload
+def compile(
+    what: Experts, *, target: str | Target | None = None, backend: str = "auto"
+) -> CompiledExperts: ...
+@overload
+def compile(
+    what: Router | Module, *, target: str | Target | None = None, backend: str = "auto"
+) -> CompiledLayer: ...
+def compile(
+    what: Router | Experts | Module, *, target: str | Target | None = None, backend: str = "auto"
+) -> CompiledLayer | CompiledExperts:
     """Compiles a declared layer.
 
-    Nothing is built before the first call (or :meth:`CompiledLayer.warmup`, or a look inside).
+    Nothing is built before the first call (or ``warmup``, or a look inside).
 
     Args:
-        what: a :class:`Router`, or a module from ``moesaic.parse`` or ``moesaic.Builder``.
+        what: a :class:`Router`, :class:`Experts`, or a module from ``moesaic.parse`` or ``moesaic.Builder``.
         target: the GPU architecture to look at (``"sm_90a"``); calls on a GPU compile for the tensors' device.
         backend: ``"auto"`` follows the tensors (CUDA tensors run on ``cuda``, CPU tensors on ``reference``), unless
             ``MOESAIC_BACKEND`` names another; ``"emulate"`` runs the generated CUDA on the CPU.
@@ -53,14 +66,19 @@ def compile(what: Router | Module, *, target: str | Target | None = None, backen
         InputError: an unknown backend or target.
         InputTypeError: `what` is not a declaration.
     """
-    if not isinstance(what, Router | Module):
+    if not isinstance(what, Router | Experts | Module):
         raise InputTypeError(
-            f"compile takes a Router or a Module, found {type(what).__name__}; text goes through moesaic.parse(text)"
+            f"compile takes a Router, Experts or a Module, found {type(what).__name__}; text goes through "
+            "moesaic.parse(text)"
         )
     if backend not in BACKENDS:
         raise InputError(f"unknown backend {backend!r}{suggestion(backend, BACKENDS)}; known: {', '.join(BACKENDS)}")
     if isinstance(target, str):
         target = Target.parse(target)
+    if isinstance(what, Experts):
+        from moesaic.runtime.experts import CompiledExperts  # which is made of layers like the one below
+
+        return CompiledExperts(what, target, backend)
     return CompiledLayer(what, target, backend)
 
 
@@ -225,7 +243,7 @@ class CompiledLayer:
 
     def __reduce__(self) -> tuple[Any, ...]:
         if isinstance(self._declared, Router):
-            _check_can_pickle(self._declared)
+            check_can_pickle("score", self._declared.score)
         declared = self._declared if isinstance(self._declared, Router) else str(self._declared)
         return _restore, (declared, None if self._target is None else self._target.name, self._asked)
 
@@ -362,6 +380,9 @@ class CompiledLayer:
         runner = RUNNERS.get(resolve_backend(self._asked, torch.device(device).type, logits_dtype))
         if runner is not None:
             runner.wait_for_native()
+        if runner is not None and any(len(i.columns) > 1 for i in signature_of(program.key).inputs):
+            runner.prepare_all(program, torch.device(device), backward)  # matrices are too large for trial calls
+            return
         for tokens in (1, runner.few_tokens + 1) if runner is not None else ():  # the reference has nothing to prepare
             self._warm_up(program, tokens, device, backward)
 
@@ -467,6 +488,10 @@ class CompiledLayer:
         """Registers, spills and shared memory of each kernel, from the compiler's log."""
         return {s: self._compiled(k).resources for s, k in self.kernels.items()}
 
+    def memory(self, tokens: int) -> Memory:
+        """What a call with so many tokens allocates, in bytes, in training."""
+        return memory_of(self._program(), self.target.name, tokens)
+
     def _compiled(self, kernel: GeneratedKernel) -> CompiledKernel:
         return compiled_kernel(kernel, self.target)
 
@@ -541,17 +566,17 @@ def _evaluate(handle: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor
     return evaluate(function, {a.name: t for a, t in zip(function.arguments, tensors, strict=True)})
 
 
-def _check_can_pickle(router: Router) -> None:
-    """Raises, with what to do, if the router's score is a function that pickle cannot find by its name."""
-    if isinstance(router.score, str):
+def check_can_pickle(what: str, function: object) -> None:
+    """Raises, with what to do, if a function in a declaration is one that pickle cannot find by its name."""
+    if function is None or isinstance(function, str):
         return
     try:
-        pickle.dumps(router.score)
+        pickle.dumps(function)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        name = getattr(router.score, "__qualname__", repr(router.score))
+        name = getattr(function, "__qualname__", repr(function))
         raise InputError(
-            f"this layer cannot be pickled, because its score {name} is a lambda or a function made inside another "
-            "one, which pickle cannot store; define the score with def at the top of a module"
+            f"this layer cannot be pickled, because its {what} {name} is a lambda or a function made inside another "
+            f"one, which pickle cannot store; define the {what} with def at the top of a module"
         ) from error
 
 

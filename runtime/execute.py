@@ -18,6 +18,7 @@ import torch
 from moesaic.codegen import nvrtc
 from moesaic.codegen.kernel import GeneratedKernel
 from moesaic.codegen.target import Target
+from moesaic.ir.core import Function
 from moesaic.ir.errors import InputError, InternalError
 from moesaic.runtime import driver, launcher
 from moesaic.runtime.kernels import compiled_kernel, source_of
@@ -30,7 +31,7 @@ Grid = tuple[int, int, int]
 
 
 def alignments(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """Bytes that the address and the row stride of each tensor are both aligned to, at most 16.
+    """Bytes that the address and the strides of each tensor are all aligned to, at most 16.
 
     Also at most what contiguous rows would be aligned to: an expanded cotangent (rows 0 bytes apart) then needs no
     kernel of its own, which a graph capture could not compile.
@@ -38,8 +39,22 @@ def alignments(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
     found = []
     for tensor in tensors:
         bits = tensor.data_ptr() | 16
-        if tensor.dim() == 2:
-            bits |= (tensor.stride(0) | tensor.shape[1]) * tensor.element_size()
+        if tensor.dim() >= 2:
+            rows = tensor.shape[-1]
+            for stride in tensor.stride()[:-1]:
+                rows |= stride
+            bits |= rows * tensor.element_size()
+        found.append(bits & -bits)
+    return tuple(found)
+
+
+def usual_alignments(function: Function) -> tuple[int, ...]:
+    """`alignments` of contiguous inputs as torch allocates them."""
+    found = []
+    for argument in function.arguments:
+        last = argument.type.shape[-1] if argument.type.rank >= 2 else 0
+        assert isinstance(last, int)
+        bits = last * argument.type.dtype.bytes | 16
         found.append(bits & -bits)
     return tuple(found)
 
@@ -56,6 +71,7 @@ ARGUMENTS: dict[str, Callable[[Sequence[torch.Tensor], int, int], int]] = {
     "pointer": lambda operands, number, tokens: operands[number].data_ptr(),
     "stride": lambda operands, number, tokens: operands[number].stride(0),
     "tokens": lambda operands, number, tokens: tokens,
+    "inner_stride": lambda operands, number, tokens: operands[number].stride(1),
     "rows": lambda operands, number, tokens: operands[number].shape[0],
 }
 """What a kernel's argument of a kind is, from all operands, the number of its own, and T; ``launcher.cpp`` has the same
@@ -92,6 +108,7 @@ class Prepared:
             raise InternalError(f"@{plan.name} has no input with rows")
         self.tokens_from = rows["T"]
         self.sequences_from = rows.get("N", -1)
+        self.slots_from = rows.get("M", -1)
         self.steps = [
             _Step(
                 kernel,
@@ -111,7 +128,8 @@ class Prepared:
         sequences = 0 if self.sequences_from < 0 else inputs[self.sequences_from].shape[0]
         sized = self.sized
         if sized is None or sized.tokens != tokens or sized.sequences != sequences:
-            sized = self.sized = self._size(tokens, sequences)
+            slots = 0 if self.slots_from < 0 else inputs[self.slots_from].shape[0]
+            sized = self.sized = self._size(tokens, sequences, slots)
         fresh = self.runner.fresh
         tensors = [*inputs]
         for shape, slot in zip(sized.shapes, self.slots, strict=True):
@@ -130,7 +148,7 @@ class Prepared:
 
         `points` are the addresses of the functions it calls, see `CudaRunner.native_points`.
         """
-        by_symbol = {"": -3, "N": -2, "T": -1, **{step.symbol: n for n, step in enumerate(self.steps) if step.symbol}}
+        by_symbol = {"": -4, "M": -3, "N": -2, "T": -1, **{step.symbol: n for n, step in enumerate(self.steps) if step.symbol}}
         inputs = len(self.executable.plan.inputs)
         launches = [step.loaded.native_launch() for step in self.steps]
 
@@ -143,7 +161,7 @@ class Prepared:
         return types.Plan(
             next(iter(empty.values())),
             tuple(points),
-            (inputs, self.tokens_from, self.sequences_from),
+            (inputs, self.tokens_from, self.sequences_from, self.slots_from, *(self.executable.plan.slots or (0, 0))),
             tuple(
                 (by_symbol[s.rows], s.columns, empty[s.dtype], -1 if s.reuses < 0 else inputs + s.reuses)
                 for s in self.slots
@@ -162,8 +180,9 @@ class Prepared:
             launches,
         )
 
-    def _size(self, tokens: int, sequences: int) -> _Sized:
-        symbols = {"T": tokens, "N": sequences}
+    def _size(self, tokens: int, sequences: int, slots: int) -> _Sized:
+        made = self.executable.plan.slots
+        symbols = {"T": tokens, "N": sequences, "M": slots if made is None else made[0] * tokens + made[1]}
         grids: list[Grid] = []
         for step in self.steps:
             blocks = step.blocks(tokens, sequences)
@@ -238,6 +257,8 @@ class _Blocks:
     def of(cls, kernel: GeneratedKernel, most: int) -> _Blocks:
         if kernel.grid == "fixed":
             return cls(fixed=kernel.blocks, per_sequence=kernel.blocks_per_sequence)
+        if kernel.grid == "device":
+            return cls(fixed=most)
         if kernel.by_sequence or kernel.grid == "persistent":
             # At least one without a token, too: sums of nothing are zeros that somebody has to write.
             return cls(kernel.rows_per_block, 1, most, kernel.by_sequence)
@@ -294,6 +315,29 @@ class Runner:
         if table is not None:
             self.add_native(table, key, prepared)
         return self.enter(prepared, inputs, index)
+
+    def prepare_all(self, program: Program, device: torch.device, backward: bool) -> None:
+        """Prepares calls with contiguous, aligned inputs, whatever T: inference, training, and backward for all
+        cotangents."""
+        device = self.place(device)
+        wanted: list[tuple[str, tuple[str, ...], Function]] = [("forward", (), program.forward_function(training=False))]
+        if backward:
+            wanted.append(("training", (), program.forward_function(training=True)))
+            function = program.backward_function(program.float_results)
+            if function is not None:
+                wanted.append(("backward", program.float_results, function))
+        index = -1 if device.index is None else device.index
+        for kind, cotangents, function in wanted:
+            for bucket in ("few", "many"):
+                key = (program.key, kind, cotangents, index, bucket, usual_alignments(function))
+                prepared = self._prepare(key, program, device)
+                table = self.table(program, kind, cotangents)
+                if table is not None:
+                    self.add_native(table, key, prepared)
+
+    def place(self, device: torch.device) -> torch.device:
+        """The device with its number."""
+        return device
 
     def _prepare(self, key: tuple[Any, ...], program: Program, device: torch.device) -> Prepared:
         with self._preparing.holding(key):  # other layers may compile at the same time
@@ -379,6 +423,9 @@ class CudaRunner(Runner):
 
     def target(self, device: torch.device) -> Target:
         return driver.device_target(device.index)
+
+    def place(self, device: torch.device) -> torch.device:
+        return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
 
     def check_may_compile(self) -> None:
         if torch.cuda.is_current_stream_capturing():

@@ -6,10 +6,6 @@ is done with a handful of numbers per expert is plain torch. Nothing here synchr
 
 from __future__ import annotations
 
-import functools
-import itertools
-import operator
-import types
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -23,48 +19,11 @@ from moesaic.ir.losses import CONVENTIONS, ORDERS, check_number
 from moesaic.ir.ops import math
 from moesaic.ir.types import DType, symbol, tensor
 from moesaic.runtime.compile import CompiledLayer, as_number, compile
+from moesaic.runtime.made_once import made_once
 from moesaic.runtime.reference import TORCH_DTYPES
 
 FLOATS = {t: d for d, t in TORCH_DTYPES.items() if d.is_float}
 """Types that rows can have."""
-
-
-# Layers by attribute. To torch.compile a layer has to be a part of something in a module, and what finds it a constant;
-# what is made while it traces it would not find in a dict, which it has copied by then.
-_layers = types.SimpleNamespace()
-_numbers = itertools.count()
-
-
-def made_once(make: Callable[..., CompiledLayer]) -> Callable[..., CompiledLayer]:
-    """A function that makes a layer from static arguments, which keeps what it made.
-
-    Under torch.compile the layer is made while tracing.
-    """
-
-    @functools.lru_cache(maxsize=None, typed=True)
-    def made(*arguments: Any) -> str:
-        name = f"{make.__name__}_{next(_numbers)}"
-        setattr(_layers, name, make(*arguments))
-        return name
-
-    @torch.compiler.assume_constant_result
-    def find(*arguments: Any) -> str:
-        return made(*arguments)
-
-    @functools.wraps(make)
-    def once(*arguments: Any) -> CompiledLayer:
-        fixed = [_constant(a) for a in arguments] if torch.compiler.is_compiling() else arguments
-        layer: CompiledLayer = getattr(_layers, find(*fixed))
-        return layer
-
-    return once
-
-
-def _constant(argument: Any) -> Any:
-    """The same; torch.compile, which may take numbers to vary, has to settle on their value for this."""
-    if isinstance(argument, float):
-        return float.fromhex(argument.hex())
-    return operator.index(argument) if isinstance(argument, int) and not isinstance(argument, bool) else argument
 
 
 def check_rows(name: str, rows: object) -> int:

@@ -51,6 +51,7 @@ class LaunchPlan:
         steps: launches, in order.
         results: numbers of the function's results.
         result_names: their names.
+        slots: a and b of M = a T + b, where the plan makes slots of its own.
     """
 
     name: str
@@ -59,6 +60,15 @@ class LaunchPlan:
     steps: tuple[Step, ...]
     results: tuple[int, ...]
     result_names: tuple[str, ...]
+    slots: tuple[int, int] | None = None
+
+
+def made_slots(function: Function) -> tuple[int, int] | None:
+    """a and b of M = a T + b, where a planned function makes slots of its own."""
+    for op in function.body.ops:
+        if isinstance(op, Kernel) and op.template == "dispatch_scatter":
+            return int(op.known["slots_per_token"]), int(op.known["more_slots"])
+    return None
 
 
 def build_plan(function: Function, kernels: Sequence[GeneratedKernel]) -> LaunchPlan:
@@ -87,4 +97,5 @@ def build_plan(function: Function, kernels: Sequence[GeneratedKernel]) -> Launch
         tuple(steps),
         tuple(numbers[v] for v in function.returned),
         tuple(function.result_names),
+        made_slots(function),
     )

@@ -93,7 +93,8 @@ class Program:
                 if cotangents:
                     kept = self._kept()
                     pipeline = pipeline.replace("differentiate", f"differentiate{{cotangents={','.join(cotangents)}}}")
-                    pipeline = pipeline.replace("choose-saved", f"choose-saved{{kept={','.join(kept)}}}")
+                    for saving in ("save-products", "choose-saved"):
+                        pipeline = pipeline.replace(saving, f"{saving}{{kept={','.join(kept)}}}")
                 pipeline = pipeline.removesuffix(",specialize")
                 module = self.module.clone()
                 history = History()

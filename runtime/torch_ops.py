@@ -17,6 +17,7 @@ from moesaic.ir.core import Function
 from moesaic.ir.errors import UnsupportedError
 from moesaic.ir.types import Affine, Dim
 from moesaic.runtime.execute import RUNNERS
+from moesaic.runtime.plan import made_slots
 from moesaic.runtime.program import program_by_key
 from moesaic.runtime.reference import TORCH_DTYPES
 
@@ -59,6 +60,9 @@ def _fake_results(function: Function, inputs: Sequence[torch.Tensor]) -> list[to
     symbols: dict[str, Any] = {}
     for tensor, argument in zip(inputs, function.arguments, strict=True):
         symbols.setdefault(argument.type.leading, tensor.shape[0] if tensor.dim() else 1)
+    slots = made_slots(function)
+    if slots is not None:
+        symbols["M"] = symbols["T"] * slots[0] + slots[1]
 
     def size(dim: Dim) -> Any:
         if isinstance(dim, Affine):

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from moesaic.ir import core
 from moesaic.ir.core import Block, Op, OpResult, Value, result
 from moesaic.ir.ops.col import ColumnReduction, Spread
+from moesaic.ir.ops import slot
 from moesaic.ir.ops.slot import Dispatch
 from moesaic.ir.types import Dim, DType, TensorType, symbol
 
@@ -193,11 +194,22 @@ class Product(Region):
 
     def result_type(self, value: Value) -> TensorType:
         if isinstance(value, OpResult) and value.op.name == "row.sum":
-            columns = value.op.operands[0].type.shape[-1]
-            assert isinstance(columns, int)
-            parts: Dim = -(-columns // SUM_COLUMNS)
+            assert self.region is not None
+            parts: Dim = -(-narrow_columns(self.region) // SUM_COLUMNS)
             return TensorType((value.type.shape[0], parts), value.type.dtype)
         return value.type
+
+
+def narrow_columns(region: Block) -> int:
+    """How many columns the tiles of a product's epilogue go over: those of gates, where there are gates and ups."""
+    for op in region.ops:
+        if isinstance(op, slot.Split | slot.Join):
+            columns = (op.gate if isinstance(op, slot.Join) else op.results[0]).type.shape[-1]
+            break
+    else:
+        columns = next(op for op in region.ops if isinstance(op, slot.Product)).sizes()[1]
+    assert isinstance(columns, int)
+    return columns
 
 
 class Wgrad(Region):
@@ -219,6 +231,7 @@ class ToPicks(Region):
 
 
 class SlotRows(Region):
-    """Gathers, elementwise ops and sums of rows over slots."""
+    """Gathers, elementwise ops and sums of rows over slots. The last two operands are the dispatch's counts and
+    offsets, which say what rows there are."""
 
     name = "kernel.slot_rows"

@@ -159,7 +159,9 @@ class Gather(SlotOp):
 
     def gradient(self, *cotangents: Value | None) -> Sequence[Value | None]:
         dy = cotangents[0]
-        return [None if dy is None else create_one("slot.combine", dy, self.slots, self.tokens), None, None]
+        if dy is None:
+            return [None, None, None]
+        return [create_one("slot.combine", stored(dy, self.x.type.dtype), self.slots, self.tokens), None, None]
 
 
 class Combine(SlotOp):

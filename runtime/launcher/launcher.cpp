@@ -100,13 +100,22 @@ bool is_allowed() { return is_one_of("MOESAIC_LAUNCHER", "auto", "native"); }
 struct Operand {
     uint64_t address = 0;
     int64_t rows = 0;        // its first dimension
-    int64_t row_stride = 0;  // in elements
+    int64_t row_stride = 0;    // of the first dimension, in elements
+    int64_t inner_stride = 1;  // of the second, where there is one
 };
 
-// Bytes that address and row stride are both aligned to, at most 16; `alignments` in execute.py says why like this.
-uint8_t alignment_of(const Operand& operand, bool has_rows, int64_t columns, size_t element_bytes) {
+void set_strides(Operand& operand, c10::IntArrayRef strides) {
+    operand.row_stride = strides.empty() ? 1 : strides[0];
+    operand.inner_stride = strides.size() < 2 ? 1 : strides[1];
+}
+
+// Bytes that an address and strides are all aligned to, at most 16; `alignments` in execute.py says why like this.
+uint8_t alignment_of(const Operand& operand, c10::IntArrayRef sizes, c10::IntArrayRef strides, size_t element_bytes) {
     uint64_t bits = operand.address | 16;
-    if (has_rows) bits |= uint64_t(operand.row_stride | columns) * element_bytes;
+    if (sizes.size() >= 2) {
+        bits |= uint64_t(sizes.back()) * element_bytes;
+        for (size_t d = 0; d + 1 < strides.size(); ++d) bits |= uint64_t(strides[d]) * element_bytes;
+    }
     return uint8_t(bits & -bits);
 }
 
@@ -114,6 +123,7 @@ struct Call {
     const Operand* operands;
     int64_t tokens;
     int64_t sequences;
+    int64_t slots;
 };
 
 // What a kernel's argument of a kind is: 8 bytes each. `ARGUMENTS` in execute.py has the same table.
@@ -124,6 +134,7 @@ struct Kind {
 constexpr Kind kKinds[] = {
     {"pointer", [](const Call& call, int operand) { return call.operands[operand].address; }},
     {"stride", [](const Call& call, int operand) { return uint64_t(call.operands[operand].row_stride); }},
+    {"inner_stride", [](const Call& call, int operand) { return uint64_t(call.operands[operand].inner_stride); }},
     {"tokens", [](const Call& call, int) { return uint64_t(call.tokens); }},
     {"rows", [](const Call& call, int operand) { return uint64_t(call.operands[operand].rows); }},
 };
@@ -176,10 +187,10 @@ struct Step {
     std::vector<Argument> arguments;
 };
 
-constexpr int kTokens = -1, kSequences = -2;
+constexpr int kTokens = -1, kSequences = -2, kSlots = -3;
 
 struct Buffer {
-    int rows;  // kTokens, kSequences, the step whose number of blocks they are, or less than any: none
+    int rows;  // kTokens, kSequences, kSlots, the step whose number of blocks they are, or less than any: none
     Shape columns;
     at::ScalarType dtype;
     int reuses;  // the operand whose memory it takes over, or -1
@@ -192,6 +203,9 @@ struct Plan {
     int inputs = 0;
     int tokens_from = 0;      // the input whose rows are the tokens
     int sequences_from = -1;  // that whose rows are the sequences, or -1
+    int slots_from = -1;      // that whose rows are slots, or -1; then there are so many a token, and some more
+    int64_t slots_per_token = 0;
+    int64_t more_slots = 0;
     std::vector<Buffer> buffers;
     std::vector<Step> steps;
     std::vector<int> results;
@@ -241,6 +255,7 @@ void allocate_buffers(const Plan& plan, const Call& call, Operand* operands,
         shape.clear();
         if (buffer.rows == kTokens) shape.push_back(call.tokens);
         if (buffer.rows == kSequences) shape.push_back(call.sequences);
+        if (buffer.rows == kSlots) shape.push_back(call.slots);
         if (buffer.rows >= 0) shape.push_back(plan.steps[buffer.rows].blocks(call.tokens, call.sequences));
         shape.append(buffer.columns.begin(), buffer.columns.end());
         if (buffer.reuses < 0) {
@@ -252,6 +267,7 @@ void allocate_buffers(const Plan& plan, const Call& call, Operand* operands,
         operand.rows = shape.empty() ? 0 : shape.front();
         operand.row_stride = 1;
         for (size_t d = 1; d < shape.size(); ++d) operand.row_stride *= shape[d];
+        for (size_t d = 2; d < shape.size(); ++d) operand.inner_stride *= shape[d];
     }
 }
 
@@ -296,7 +312,10 @@ Failure launch_steps(const Plan& plan, const Call& call) {
 // Allocates and launches. `operands` has the inputs, and room for the buffers.
 Outcome run(const Plan& plan, Operand* operands, c10::SmallVectorImpl<at::TensorBase>& made) {
     const int64_t sequences = plan.sequences_from < 0 ? 0 : operands[plan.sequences_from].rows;
-    const Call call{operands, operands[plan.tokens_from].rows, sequences};
+    const int64_t tokens = operands[plan.tokens_from].rows;
+    const int64_t slots =
+        plan.slots_from < 0 ? plan.slots_per_token * tokens + plan.more_slots : operands[plan.slots_from].rows;
+    const Call call{operands, tokens, sequences, slots};
     Failure failure;
     bool finished = false;
     // As every operator of torch: an allocation may wait for the device, and a launch for room in the stream's queue.
@@ -373,8 +392,8 @@ PyObject* call_table(PyObject* self, PyObject* const* arguments, size_t count, P
             if (tokens < 0 && has_rows) tokens = sizes[0];
             operands[i].address = reinterpret_cast<uint64_t>(tensor.data());
             operands[i].rows = sizes.empty() ? 0 : sizes[0];
-            operands[i].row_stride = sizes.empty() ? 1 : strides[0];
-            alignments[i] = alignment_of(operands[i], has_rows, has_rows ? sizes[1] : 1, tensor.itemsize());
+            set_strides(operands[i], strides);
+            alignments[i] = alignment_of(operands[i], sizes, strides, tensor.itemsize());
         }
     } catch (const std::exception&) {  // sizes or memory that a tensor of this kind does not have
         Py_RETURN_NONE;
@@ -483,11 +502,14 @@ bool bind_logits(const c10::TensorImpl& logits, int64_t columns, Bound& bound) {
     }
     bound.tokens = bound.is_matrix ? sizes[0] : logits.numel() / columns;
     bound.operands[0].rows = bound.tokens;
-    bound.operands[0].row_stride = bound.is_matrix ? strides[0] : columns;
+    const int64_t stride = bound.is_matrix ? strides[0] : columns;
+    bound.operands[0].row_stride = stride;
+    bound.alignments[0] = alignment_of(bound.operands[0], {bound.tokens, columns}, {stride, 1}, logits.itemsize());
     return true;
 }
 
-bool bind_other(const c10::TensorImpl& tensor, const Declared& declared, const Bound& bound, Operand& operand) {
+bool bind_other(const c10::TensorImpl& tensor, const Declared& declared, Bound& bound, size_t number) {
+    Operand& operand = bound.operands[number];
     const auto sizes = tensor.sizes(), strides = tensor.strides();
     if (tensor.device() != bound.device || tensor.dtype().toScalarType() != declared.dtype ||
         sizes.size() != declared.shape.size() || !rows_are_dense(sizes, strides)) {
@@ -499,7 +521,8 @@ bool bind_other(const c10::TensorImpl& tensor, const Declared& declared, const B
         if (sizes[d] != (counts_tokens ? bound.tokens : declared.shape[d])) return false;
     }
     operand.rows = sizes.empty() ? 0 : sizes[0];
-    operand.row_stride = sizes.empty() ? 1 : strides[0];
+    set_strides(operand, strides);
+    bound.alignments[number] = alignment_of(operand, sizes, strides, tensor.itemsize());
     return true;
 }
 
@@ -520,13 +543,10 @@ bool bind(const Caller& caller, PyObject* positional, PyObject* by_name, Bound& 
         PyObject* const object = i == 0 ? first : PyDict_GetItemWithError(by_name, declared.name.get());
         const c10::TensorImpl* const tensor = object == nullptr ? nullptr : plain_tensor(caller, object);
         if (tensor == nullptr) return false;
-        Operand& operand = bound.operands[i];
-        const bool fits = i == 0 ? bind_logits(*tensor, declared.shape[1], bound)
-                                 : bind_other(*tensor, declared, bound, operand);
-        if (!fits) return false;
-        operand.address = reinterpret_cast<uint64_t>(tensor->data());
-        const bool has_rows = declared.shape.size() == 2;
-        bound.alignments[i] = alignment_of(operand, has_rows, has_rows ? declared.shape[1] : 1, tensor->itemsize());
+        bound.operands[i].address = reinterpret_cast<uint64_t>(tensor->data());
+        if (!(i == 0 ? bind_logits(*tensor, declared.shape[1], bound) : bind_other(*tensor, declared, bound, i))) {
+            return false;
+        }
         bound.objects[i] = object;
         bound.needs_gradient |= tensor->requires_grad();
     }
@@ -674,13 +694,15 @@ bool add_buffer(Plan& plan, PyObject* description) {
     return true;
 }
 
-// Plan(example, driver, (inputs, tokens_from, sequences_from), buffers, steps, results, failed, keep): see `Prepared` of
-// execute.py.
+// Plan(example, driver, (inputs, tokens_from, sequences_from, slots_from, slots_per_token, more_slots), buffers, steps,
+// results, failed, keep): see `Prepared` of execute.py.
 PyObject* new_plan(PyTypeObject* type, PyObject* arguments, PyObject*) {
     PyObject *example, *driver, *buffers, *steps, *results, *failed, *keep;
-    int inputs, tokens_from, sequences_from;
-    if (!PyArg_ParseTuple(arguments, "OO!(iii)O!O!OOO", &example, &PyTuple_Type, &driver, &inputs, &tokens_from,
-                          &sequences_from, &PyTuple_Type, &buffers, &PyTuple_Type, &steps, &results, &failed, &keep)) {
+    int inputs, tokens_from, sequences_from, slots_from;
+    long long slots_per_token, more_slots;
+    if (!PyArg_ParseTuple(arguments, "OO!(iiiiLL)O!O!OOO", &example, &PyTuple_Type, &driver, &inputs, &tokens_from,
+                          &sequences_from, &slots_from, &slots_per_token, &more_slots, &PyTuple_Type, &buffers,
+                          &PyTuple_Type, &steps, &results, &failed, &keep)) {
         return nullptr;
     }
     auto* const plan = allocate<Plan>(type);
@@ -698,6 +720,9 @@ PyObject* new_plan(PyTypeObject* type, PyObject* arguments, PyObject*) {
     plan->inputs = inputs;
     plan->tokens_from = tokens_from;
     plan->sequences_from = sequences_from;
+    plan->slots_from = slots_from;
+    plan->slots_per_token = slots_per_token;
+    plan->more_slots = more_slots;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(buffers); ++i) {
         if (!add_buffer(*plan, PyTuple_GET_ITEM(buffers, i))) return nullptr;
     }

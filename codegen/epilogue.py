@@ -1,0 +1,398 @@
+"""What a kernel does with rows of slots or tokens, element by element: the epilogue of a product, or a kernel of its own.
+
+Values of a region have one of these shapes here. *Rows* [R, 1] are numbers of a row, computed once for it. *Columns*
+[R, n] are the n columns that the kernel's tiles go over; *halves* [R, 2n] are as many gates and ups, of which a thread
+holds those of the same column. What a row loads is written before the loop over its columns, what a column loads before
+the loop over the neighbouring columns that a thread holds; in there, elementwise ops are lines.
+"""
+
+from __future__ import annotations
+
+import math as python_math
+from collections.abc import Sequence
+
+from moesaic.codegen.kernel import Argument
+from moesaic.codegen.row_program import STORAGE, Line, comment, literal, register, short_name
+from moesaic.ir.core import Block, BlockArgument, Constant, Op, OpResult, Value
+from moesaic.ir.errors import InternalError, UnsupportedError
+from moesaic.ir.ops import math, row, slot
+from moesaic.ir.ops.launch import Kernel
+from moesaic.ir.types import DType
+
+
+def columns_of(value: Value) -> int:
+    """The constant length of a value's rows."""
+    last = value.type.shape[-1] if value.type.shape else 1
+    if not isinstance(last, int):
+        raise InternalError(f"rows without a constant length: {value.type}")
+    return last
+
+
+class Parameters:
+    """The parameters of a kernel: those that its text asks for, in the order of asking."""
+
+    def __init__(self, op: Kernel) -> None:
+        if op.region is None:
+            raise InternalError(f"{op.symbol}: a kernel without a region")
+        self.op = op
+        self.region: Block = op.region
+        aligned = op.configuration.get("alignment", "")
+        self.alignment = [int(a) for a in aligned.split(",")] if aligned else []
+        self.lines: list[Line] = []
+        self.arguments: list[Argument] = []
+        self.taken = {"tile", "row", "column", "slot", "slots", "token", "tokens", "expert", "left", "right", "i", "j", "v", "n"}
+        self._asked: dict[tuple[str, int], str] = {}
+
+    def unique(self, base: str) -> str:
+        """A C++ name like `base` that nothing has yet."""
+        base = "".join(c if c.isalnum() or c == "_" else "_" for c in base)
+        if not base or base[0].isdigit():
+            base = f"v{base}"
+        name, number = base, 2
+        while name in self.taken:
+            name = f"{base}{number}"
+            number += 1
+        self.taken.add(name)
+        return name
+
+    def index(self, value: Value) -> int:
+        """The operand that an argument of the region stands for."""
+        assert isinstance(value, BlockArgument)
+        return self.region.arguments.index(value)
+
+    def given(self, index: int) -> Value:
+        return self.op.operands[index]
+
+    def align(self, index: int) -> int:
+        """Bytes that the rows of an operand are aligned to."""
+        given = self.given(index)
+        size = given.type.dtype.bytes
+        if index < self.op.reads and isinstance(given, BlockArgument) and index < len(self.alignment):
+            return self.alignment[index]
+        return python_math.gcd(16, columns_of(given) * size)
+
+    def pointer(self, index: int) -> str:
+        given = self.given(index)
+        inside = self.region.arguments[index] if index < self.op.reads else None
+        name = given.name or (inside.name if inside is not None else "")
+        qualifier = "const " if index < self.op.reads else ""
+        fallback = "in" if index < self.op.reads else "out"
+        shape = f"[{', '.join(map(str, given.type.shape))}]"
+        return self._ask(
+            "pointer",
+            index,
+            f"{name or fallback}_ptr",
+            f"{qualifier}{STORAGE[given.type.dtype]}* __restrict__ ",
+            shape,
+        )
+
+    def stride(self, index: int) -> str:
+        """Elements between rows of an operand: a parameter where the caller decides."""
+        given = self.given(index)
+        if index < self.op.reads and isinstance(given, BlockArgument) and given.type.rank > 1:
+            return self._ask("stride", index, f"{given.name}_stride", "long long ", "")
+        columns = 1
+        for size in given.type.shape[1:]:
+            assert isinstance(size, int)
+            columns *= size
+        return f"{columns}LL"
+
+    def row_stride(self, index: int) -> str:
+        """Elements between the rows of the matrices [E, m, n] of an operand."""
+        return self._ask("inner_stride", index, f"{self.given(index).name}_row_stride", "long long ", "")
+
+    def tokens(self) -> str:
+        """T."""
+        return self._ask("tokens", -1, "tokens", "long long ", "", keep=True)
+
+    def _ask(self, kind: str, index: int, name: str, type: str, why: str, keep: bool = False) -> str:
+        key = (kind, index)
+        if key not in self._asked:
+            self._asked[key] = name if keep else self.unique(name)
+            self.lines.append(Line(declaration=f"{type}{self._asked[key]}", why=why))
+            self.arguments.append(Argument(kind, index))
+        return self._asked[key]
+
+
+class Epilogue:
+    """The lines of a region's elementwise ops, over a tile.
+
+    Args:
+        parameters: of the kernel.
+        columns: n.
+        vector: neighbouring columns that a thread holds at a time.
+        computed: the value that the tile holds, and how its element is read: for each half.
+        place: the C++ variable with a row's number: a slot, or a token.
+    """
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        columns: int,
+        vector: int,
+        computed: tuple[Value, Sequence[str]] | None,
+        place: str = "slot",
+    ) -> None:
+        self.parameters = parameters
+        self.region = parameters.region
+        self.columns = columns
+        self.vector = vector
+        self.whole = columns % vector == 0
+        self.computed = computed
+        self.place = place
+        self.names: dict[Value, str] = {}
+        self.for_row: list[str] = []
+        self.loads: list[str] = []
+        self.lines: list[str] = []
+        self.stores: list[str] = []
+        self.row_stores: list[str] = []
+        self.sums: list[tuple[str, Value]] = []
+        self.row_pointers: dict[str, str] = {}
+
+    # --------------------------------------------------------------------------------------------------- values
+
+    def is_row(self, value: Value) -> bool:
+        return columns_of(value) == 1 and value.type.rank == 2 and not (self.columns == 1 and self._in_columns(value))
+
+    def is_halves(self, value: Value) -> bool:
+        return columns_of(value) == 2 * self.columns and self._has_halves
+
+    def _in_columns(self, value: Value) -> bool:
+        """Where there is one column only: whether a value is computed from the tile rather than from numbers of rows."""
+        if self.computed is not None and value is self.computed[0]:
+            return True
+        if isinstance(value, BlockArgument) or not isinstance(value, OpResult):
+            return isinstance(value, BlockArgument) and not self._is_number(value)
+        if isinstance(value.op, slot.OfPick | row.Sum):
+            return False
+        return isinstance(value.op, slot.ExpertRows) or any(self._in_columns(v) for v in value.op.operands)
+
+    def _is_number(self, value: Value) -> bool:
+        given = self.parameters.given(self.parameters.index(value))
+        return value.type.rank < 2 or given.type != value.type
+
+    @property
+    def _has_halves(self) -> bool:
+        return any(isinstance(op, slot.Split | slot.Join) for op in self.region.ops)
+
+    @property
+    def in_turn(self) -> bool:
+        """Whether gates and ups alternate."""
+        return any(op.interleaved for op in self.region.ops if isinstance(op, slot.Split | slot.Join))
+
+    def name(self, value: Value) -> str:
+        if value not in self.names:
+            self.names[value] = self.parameters.unique(value.name or short_name(value))
+        return self.names[value]
+
+    def parts(self, value: Value) -> list[str]:
+        """The C++ of a value in the loop over neighbouring columns: one name, or that of the gate and of the up."""
+        if isinstance(value, Constant):
+            return [literal(value.value)]
+        if self.computed is not None and value is self.computed[0]:
+            return list(self.computed[1])
+        if isinstance(value, OpResult) and isinstance(value.op, slot.Split):
+            return [self.parts(value.op.x)[value.index]]
+        if isinstance(value, OpResult) and isinstance(value.op, slot.Join):
+            return [self.parts(value.op.gate)[0], self.parts(value.op.up)[0]]
+        if self.is_row(value) or value.type.rank == 0:
+            return [self.name(value)]
+        loaded = self._is_loaded(value)
+        if self.is_halves(value):
+            return [f"{self.name(value)}_{half}{'[v]' if loaded else ''}" for half in ("gate", "up")]
+        return [f"{self.name(value)}{'[v]' if loaded else ''}"]
+
+    def _is_loaded(self, value: Value) -> bool:
+        return isinstance(value, BlockArgument) or (
+            isinstance(value, OpResult) and isinstance(value.op, slot.ExpertRows | slot.Gather)
+        )
+
+    # ----------------------------------------------------------------------------------------------------- emission
+
+    def emit(self, skip: Sequence[Op]) -> None:
+        """Writes the lines of all ops but `skip`, the product and its prologue."""
+        read = {v for op in self.region.ops if op not in skip for v in op.operands[: _operands_read(op)]}
+        for argument in self.region.arguments:
+            if argument in read and self._belongs_to_rows(argument):
+                self._load(argument)
+        for op in self.region.ops[:-1]:
+            if op in skip:
+                continue
+            if isinstance(op, slot.OfPick):
+                self._of_pick(op)
+            elif isinstance(op, slot.ExpertRows):
+                self._expert_rows(op)
+            elif isinstance(op, slot.Gather):
+                self._gather(op)
+            elif isinstance(op, row.Sum):
+                self._sum(op)
+            elif isinstance(op, math.Elementwise):
+                self._elementwise(op)
+            elif not isinstance(op, slot.Split | slot.Join):
+                raise UnsupportedError(f"{op.name} has no form in the epilogue of a product")
+        for number, value in enumerate(self.region.terminator.operands):
+            self._store(number, value)
+
+    def _belongs_to_rows(self, argument: BlockArgument) -> bool:
+        """Whether an argument is loaded as it is: not through an op that says where."""
+        users = self.region.users(argument)
+        special = (slot.OfPick, slot.ExpertRows, slot.Gather, slot.Product, slot.Combine)
+        return argument.type.dtype.is_float and any(not isinstance(u, special) for u in users)
+
+    def row_pointer(self, index: int, place: str) -> str:
+        """A pointer to an operand's row, made once a row."""
+        pointer = self.parameters.pointer(index)
+        key = f"{pointer}@{place}"
+        if key not in self.row_pointers:
+            name = self.parameters.unique(pointer.removesuffix("_ptr") + "_row")
+            qualifier = "const " if index < self.parameters.op.reads else ""
+            type = STORAGE[self.parameters.given(index).type.dtype]
+            self.for_row.append(f"{qualifier}{type}* const {name} = {pointer} + {place} * {self.parameters.stride(index)};")
+            self.row_pointers[key] = name
+        return self.row_pointers[key]
+
+    def _load(self, value: BlockArgument) -> None:
+        index = self.parameters.index(value)
+        if self.is_row(value):
+            given = self.parameters.given(index)
+            pointer = self.parameters.pointer(index)
+            if columns_of(given) != 1:
+                raise UnsupportedError(f"{self.parameters.op.symbol}: reads partial sums of rows")
+            where = f"{pointer} + {self.place} * {self.parameters.stride(index)}"
+            self.for_row.append(f"const float {self.name(value)} = moesaic::to_float(moesaic::load_one({where}));")
+        else:
+            self._load_columns(value, self.row_pointer(index, self.place), self.parameters.align(index))
+
+    def _load_columns(self, value: Value, pointer: str, align: int) -> None:
+        if self.is_halves(value):
+            gate, up = (f"{self.name(value)}_{half}" for half in ("gate", "up"))
+            self.loads.append(f"float {gate}[kVector], {up}[kVector];")
+            arguments = f"kVector, {self._align_of_halves(value, align)}, {_flag(self.whole)}, kColumns, {_flag(self.in_turn)}"
+            self.loads.append(f"moesaic::load_halves<{arguments}>({pointer}, column, {gate}, {up});")
+            return
+        if columns_of(value) != self.columns:
+            raise UnsupportedError(
+                f"{self.parameters.op.symbol}: a value {value.type} beside tiles over {self.columns} columns"
+            )
+        name = self.name(value)
+        self.loads.append(f"float {name}[kVector];")
+        arguments = f"kVector, {self._align(value, align)}, {_flag(self.whole)}"
+        self.loads.append(f"moesaic::load_columns<{arguments}>({pointer} + column, kColumns - column, {name});")
+
+    def _align(self, value: Value, align: int) -> int:
+        return python_math.gcd(align, self.vector * value.type.dtype.bytes)
+
+    def _align_of_halves(self, value: Value, align: int) -> int:
+        size = value.type.dtype.bytes
+        if self.in_turn:
+            return python_math.gcd(align, 2 * self.vector * size)
+        return python_math.gcd(self._align(value, align), self.columns * size)
+
+    def _of_pick(self, op: slot.OfPick) -> None:
+        weights, picks = self.parameters.index(op.x), self.parameters.index(op.picks)
+        top_k = columns_of(op.x)
+        pick = self.parameters.unique("pick")
+        pointer = self.parameters.pointer(weights)
+        self.for_row.append(f"const int {pick} = moesaic::load_one({self.parameters.pointer(picks)} + slot);")
+        stride = self.parameters.stride(weights)
+        where = f"{pointer} + static_cast<long long>({pick} / {top_k}) * {stride} + {pick} % {top_k}"
+        self.for_row.append(
+            f"const float {self.name(op.y)} = moesaic::to_float(moesaic::load_one({where}));  // {self._comment(op)}"
+        )
+
+    def _expert_rows(self, op: slot.ExpertRows) -> None:
+        index = self.parameters.index(op.x)
+        pointer = f"{self.parameters.pointer(index)} + expert * {self.parameters.stride(index)}"
+        if self.is_halves(op.y):
+            pointer = f"({pointer})"
+        # The storage type of the vector decides how it is aligned, not that of the value.
+        align = python_math.gcd(self.parameters.align(index), 16)
+        self._load_as(op.y, op.x.type.dtype, pointer, align)
+
+    def _load_as(self, value: Value, dtype: DType, pointer: str, align: int) -> None:
+        size, wide = dtype.bytes, value.type.dtype.bytes
+        # `_align` counts in bytes of the value; what is loaded has elements of another size.
+        scaled = align
+        if size != wide:
+            value_align = python_math.gcd(align, self.vector * size)
+            scaled = python_math.gcd(value_align, self.columns * size) if self.is_halves(value) else value_align
+        self._load_columns(value, pointer, scaled)
+
+    def _gather(self, op: slot.Gather) -> None:
+        tokens = self.parameters.pointer(self.parameters.index(op.tokens))
+        key = f"token of {tokens}"
+        if key not in self.row_pointers:
+            name = self.parameters.unique("token")
+            self.for_row.append(f"const long long {name} = moesaic::load_one({tokens} + slot);")
+            self.row_pointers[key] = name
+        index = self.parameters.index(op.x)
+        self._load_columns(op.y, self.row_pointer(index, self.row_pointers[key]), self.parameters.align(index))
+
+    def _sum(self, op: row.Sum) -> None:
+        name = self.name(op.y)
+        total = " + ".join(self.parts(op.x))
+        guard = "" if self.whole else "if (column + v < kColumns) "
+        self.lines.append(f"{guard}{name}[i] += {total};  // {self._comment(op)}")
+        self.sums.append((name, op.y))
+
+    def _elementwise(self, op: math.Elementwise) -> None:
+        value = op.results[0]
+        operands = [self.parts(v) for v in op.operands]
+        if self.is_row(value) or value.type.rank == 0:
+            if any(isinstance(v, OpResult) and isinstance(v.op, row.Sum) for v in op.operands):
+                raise UnsupportedError(f"{op.name} uses a sum of a row in the kernel that makes it")
+            expression = op.cuda_expression(*(p[0] for p in operands))
+            self.for_row.append(f"const {register(value)} {self.name(value)} = {expression};  // {self._comment(op)}")
+            return
+        names = self.parts(value)
+        for half, name in enumerate(names):
+            expression = op.cuda_expression(*(p[half if len(p) > 1 else 0] for p in operands))
+            note = f"  // {self._comment(op)}" if half == 0 else ""
+            self.lines.append(f"const {register(value)} {name} = {expression};{note}")
+
+    def _store(self, number: int, value: Value) -> None:
+        index = self.parameters.op.reads + number
+        if isinstance(value, OpResult) and isinstance(value.op, row.Sum):
+            return  # after the tile, see `sums`
+        pointer = self.row_pointer(index, self.place)
+        if self.is_row(value):
+            stored = f"moesaic::from_float<{STORAGE[value.type.dtype]}>({self.name(value)})"
+            self.row_stores.append(f"moesaic::store_one({pointer}, {stored});")
+            return
+        base = self.parameters.unique(f"{self.name(value)}_out")
+        halves = self.is_halves(value)
+        names = [f"{base}_{half}" for half in ("gate", "up")] if halves else [base]
+        self.loads.append(f"float {', '.join(f'{n}[kVector]' for n in names)};")
+        for name, part in zip(names, self.parts(value), strict=True):
+            self.lines.append(f"{name}[v] = {part};")
+        align = self.parameters.align(index)
+        if halves:
+            arguments = f"kVector, {self._align_of_halves(value, align)}, {_flag(self.whole)}, kColumns, {_flag(self.in_turn)}"
+            self.stores.append(f"moesaic::store_halves<{arguments}>({pointer}, column, {', '.join(names)});")
+        else:
+            arguments = f"kVector, {self._align(value, align)}, {_flag(self.whole)}"
+            self.stores.append(
+                f"moesaic::store_columns<{arguments}>({pointer} + column, kColumns - column, {names[0]});"
+            )
+
+    def sum_pointer(self, value: Value) -> str:
+        """The buffer that the partial sums of rows go to."""
+        number = self.region.terminator.operands.index(value)
+        return self.parameters.pointer(self.parameters.op.reads + number)
+
+    def _comment(self, op: Op) -> str:
+        return comment(op, self.name)
+
+
+def _operands_read(op: Op) -> int:
+    """How many of an op's operands are looked at; the others give a shape."""
+    return 1 if isinstance(op, math.Broadcast) else len(op.operands)
+
+
+def _flag(value: bool) -> str:
+    return "true" if value else "false"
+
+
+def indented(lines: Sequence[str], spaces: int) -> list[str]:
+    """Preprocessor lines stay at the margin, as they do in the helpers."""
+    return [line if not line or line.startswith("#") else " " * spaces + line for line in lines]

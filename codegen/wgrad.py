@@ -1,0 +1,244 @@
+"""The gradient of a weight: from a ``launch.kernel`` of that template to CUDA text.
+
+Persistent blocks go over the tiles of every expert's matrix; the sum of a tile is over the expert's rows, so that an expert
+without any writes zeros at once. Sums of an operand's rows, the gradient of a bias, are taken by the blocks that have the
+first tile beside them, from rows that lie in the cache.
+"""
+
+from __future__ import annotations
+
+import math as python_math
+
+from moesaic.codegen.epilogue import Parameters, columns_of, indented
+from moesaic.codegen.kernel import GeneratedKernel
+from moesaic.codegen.render import banner, render
+from moesaic.codegen.row_program import STORAGE, Line, comment, short_name
+from moesaic.ir.core import OpResult, Value
+from moesaic.ir.errors import InternalError, UnsupportedError
+from moesaic.ir.ops import math, slot
+from moesaic.ir.ops.launch import Kernel
+from moesaic.passes.product_shape import ProductShape
+
+
+def generate(op: Kernel) -> GeneratedKernel:
+    """CUDA of one gradient of a weight.
+
+    Raises:
+        UnsupportedError: the region holds something the template family has no form for; names the op.
+    """
+    return _Emitter(op).generate()
+
+
+class _Emitter:
+    def __init__(self, op: Kernel) -> None:
+        self.op = op
+        self.parameters = Parameters(op)
+        self.region = self.parameters.region
+        self.shape = ProductShape.parse(op.configuration)
+        wgrads = [o for o in self.region.ops if isinstance(o, slot.GroupedWgrad | slot.Wgrad)]
+        if len(wgrads) != 1:
+            raise InternalError(f"{op.symbol}: expected one gradient of a weight in the region, found {len(wgrads)}")
+        self.wgrad = wgrads[0]
+        self.grouped = isinstance(self.wgrad, slot.GroupedWgrad)
+        self.sums = [o for o in self.region.ops if isinstance(o, slot.ExpertSums)]
+
+    def generate(self) -> GeneratedKernel:
+        body = self._body()
+        size = self.wgrad.a.type.dtype.bytes
+        left, right = (self._aligned(value, size) for value in (self.wgrad.a, self.wgrad.b))
+        shape = self.shape.cuda(1, True, True, left, right)
+        source = render(
+            "over_tiles.cu.j2",
+            {
+                "banner": banner(self.op, "the gradient of a weight: sums over rows of outer products"),
+                "symbol": self.op.symbol,
+                "headers": ["tile.cuh", "epilogue.cuh"],
+                "bounds": f", {self.shape.blocks}" if self.shape.blocks > 1 else "",
+                "constants": self._constants(),
+                "aliases": [
+                    Line("Element", definition=STORAGE[self.wgrad.a.type.dtype]),
+                    Line("Shape", definition=f"moesaic::TileShape<{shape}>"),
+                    Line("Tile", definition=f"moesaic::{self.shape.tile}<Element, Shape>"),
+                ],
+                "parameters": self.parameters.lines,
+                "body": indented(body, 2),
+            },
+        )
+        return GeneratedKernel(
+            symbol=self.op.symbol,
+            source=source,
+            arguments=tuple(self.parameters.arguments),
+            threads=self.shape.threads,
+            rows_per_block=1,
+            grid="device",
+            shared_bytes=self.shape.shared_bytes(size, 1, left_across=True, right_across=True),
+        )
+
+    def _constants(self) -> list[Line]:
+        experts = self.wgrad.y.type.shape[0] if self.grouped else 1
+        return [
+            Line("kThreads", str(self.shape.threads)),
+            Line("kExperts", str(experts)),
+            Line("kRows", str(columns_of(self.wgrad.a)), why="of each matrix"),
+            Line("kColumns", str(columns_of(self.wgrad.b))),
+            Line("kTileRows", str(self.shape.rows)),
+            Line("kTileColumns", str(self.shape.columns)),
+            Line("kRowTiles", "(kRows + kTileRows - 1) / kTileRows"),
+            Line("kColumnTiles", "(kColumns + kTileColumns - 1) / kTileColumns"),
+        ]
+
+    def _aligned(self, value: Value, size: int) -> int:
+        index = self.parameters.index(_source(value))
+        return python_math.gcd(self.parameters.align(index), columns_of(value) * size)
+
+    # --------------------------------------------------------------------------------------------------------- body
+
+    def _body(self) -> list[str]:
+        lines = ["const int rest = static_cast<int>(n % (kRowTiles * kColumnTiles));"]
+        lines += [
+            "const int first_row = rest / kColumnTiles * kTileRows;",
+            "const int first_column = rest % kColumnTiles * kTileColumns;",
+        ]
+        if isinstance(self.wgrad, slot.GroupedWgrad):
+            counts, offsets = (
+                self.parameters.pointer(self.parameters.index(v)) for v in (self.wgrad.counts, self.wgrad.offsets)
+            )
+            lines += [
+                "const int expert = static_cast<int>(n / (kRowTiles * kColumnTiles));",
+                f"const int slots = moesaic::load_one({counts} + expert);",
+                f"const long long first_slot = moesaic::load_one({offsets} + expert);",
+            ]
+        else:
+            lines += ["const int expert = 0;", f"const int slots = static_cast<int>({self.parameters.tokens()});"]
+            lines.append("const long long first_slot = 0;")
+        lines += ["", *self._operand("left", self.wgrad.a, "", "first_row")]
+        lines += self._operand("right", self.wgrad.b, "int /*part*/, ", "first_column")
+        lines += [
+            "",
+            f"Tile tile;  // {comment(self.wgrad, self._name)}",
+            "tile.clear();",
+            "tile.multiply(left, right, slots, kRows - first_row, kColumns - first_column, shared);",
+            "",
+            *self._store(),
+            *self._bias(),
+        ]
+        loop = (
+            "for (long long n = blockIdx.x; n < static_cast<long long>(kExperts) * kRowTiles * kColumnTiles; "
+            "n += gridDim.x) {"
+        )
+        return ["MOESAIC_DYNAMIC_SHARED(unsigned char, shared);", "", loop, *indented(lines, 2), "}"]
+
+    def _operand(self, name: str, value: Value, part: str, start: str) -> list[str]:
+        return [
+            f"const auto {name} = [&]({part}int k) -> const Element* {{",
+            f"  return {self._row(value, 'k')} + {start};",
+            "};",
+        ]
+
+    def _row(self, value: Value, number: str) -> str:
+        """The address of an operand's row of the expert's slot of that number."""
+        source = _source(value)
+        index = self.parameters.index(source)
+        pointer, stride = self.parameters.pointer(index), self.parameters.stride(index)
+        if source is value:
+            return f"{pointer} + (first_slot + {number}) * {stride}"
+        assert isinstance(value, OpResult) and isinstance(value.op, slot.Gather)
+        tokens = self.parameters.pointer(self.parameters.index(value.op.tokens))
+        return f"{pointer} + static_cast<long long>(moesaic::load_one({tokens} + first_slot + {number})) * {stride}"
+
+    def _store(self) -> list[str]:
+        value, expression = self._cast(self.wgrad.y, "tile.values[0][i][j][v]")
+        index = self.op.reads + self.region.terminator.operands.index(value)
+        pointer = self.parameters.pointer(index)
+        size = value.type.dtype.bytes
+        align = python_math.gcd(16, columns_of(self.wgrad.b) * size, self.shape.vector * size)
+        whole = "true" if columns_of(self.wgrad.b) % self.shape.vector == 0 else "false"
+        return [
+            "#pragma unroll",
+            "for (int i = 0; i < Tile::kOwnRows; ++i) {",
+            "  const int row = first_row + tile.row(i);",
+            "  if (row >= kRows) continue;",
+            f"  auto* const out_row = {pointer} + (static_cast<long long>(expert) * kRows + row) * kColumns;",
+            "#pragma unroll",
+            "  for (int j = 0; j < Tile::kOwnVectors; ++j) {",
+            "    const int column = first_column + tile.column(j);",
+            "    if (column >= kColumns) continue;",
+            "    float values[Tile::kVector];",
+            "#pragma unroll",
+            f"    for (int v = 0; v < Tile::kVector; ++v) values[v] = {expression};",
+            f"    moesaic::store_columns<Tile::kVector, {align}, {whole}>(out_row + column, kColumns - column, values);",
+            "  }",
+            "}",
+        ]
+
+    def _bias(self) -> list[str]:
+        """The sums of an operand's rows, by the blocks at the edge of the matrix that has the operand's columns."""
+        lines: list[str] = []
+        for op in self.sums:
+            rows, factor = self._summed(op)
+            beside, columns, first, tile = (
+                ("first_column == 0", "kRows", "first_row", "kTileRows")
+                if rows is self.wgrad.a
+                else ("first_row == 0", "kColumns", "first_column", "kTileColumns")
+            )
+            value, expression = self._cast(op.y, "total")
+            pointer = self.parameters.pointer(self.op.reads + self.region.terminator.operands.index(value))
+            added = f"moesaic::to_float(moesaic::load_one({self._row(rows, 'k')} + column))"
+            inside = [f"total += {added};"]
+            if factor is not None:
+                top_k = columns_of(factor.x)
+                picks = self.parameters.pointer(self.parameters.index(factor.picks))
+                index = self.parameters.index(factor.x)
+                weights, stride = self.parameters.pointer(index), self.parameters.stride(index)
+                where = f"{weights} + static_cast<long long>(pick / {top_k}) * {stride} + pick % {top_k}"
+                inside = [
+                    f"const int pick = moesaic::load_one({picks} + first_slot + k);",
+                    f"total += moesaic::to_float(moesaic::load_one({where})) * {added};",
+                ]
+            store = f"moesaic::from_float<{STORAGE[value.type.dtype]}>({expression})"
+            lines += [
+                "",
+                f"if ({beside}) {{  // {comment(op, self._name)}",
+                f"  for (int c = threadIdx.x; c < {tile}; c += kThreads) {{",
+                f"    const int column = {first} + c;",
+                f"    if (column >= {columns}) break;",
+                "    float total = 0.0f;",
+                "    for (int k = 0; k < slots; ++k) {",
+                *indented(inside, 6),
+                "    }",
+                f"    moesaic::store_one({pointer} + static_cast<long long>(expert) * {columns} + column, {store});",
+                "  }",
+                "}",
+            ]
+        return lines
+
+    def _summed(self, op: slot.ExpertSums) -> tuple[Value, slot.OfPick | None]:
+        """The operand whose rows are summed, and the numbers of picks that they are multiplied with."""
+        operands = (self.wgrad.a, self.wgrad.b)
+        if op.x in operands:
+            return op.x, None
+        product = op.x.op if isinstance(op.x, OpResult) else None
+        if isinstance(product, math.Mul):
+            for rows, factor in ((product.a, product.b), (product.b, product.a)):
+                if rows in operands and isinstance(factor, OpResult) and isinstance(factor.op, slot.OfPick):
+                    return rows, factor.op
+        raise UnsupportedError(f"{self.op.symbol}: sums rows that are no operand of the gradient beside them")
+
+    def _cast(self, value: Value, expression: str) -> tuple[Value, str]:
+        """What leaves of a value, after the elementwise ops that follow it, and the C++ of an element."""
+        while value not in self.region.terminator.operands:
+            [user] = self.region.users(value)
+            if not isinstance(user, math.Elementwise) or len(user.operands) != 1:
+                raise UnsupportedError(f"{user.name} has no form after the gradient of a weight")
+            expression = user.cuda_expression(expression)
+            value = user.results[0]
+        return value, expression
+
+    def _name(self, value: Value) -> str:
+        return value.name or short_name(value)
+
+
+def _source(value: Value) -> Value:
+    return value.op.x if isinstance(value, OpResult) and isinstance(value.op, slot.Gather) else value
+
+

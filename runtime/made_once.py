@@ -1,0 +1,51 @@
+"""Layers made from static arguments at the first call, and kept, in a way that torch.compile follows."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+import types
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+Layer = TypeVar("Layer")
+
+# Layers by attribute. To torch.compile a layer has to be a part of something in a module, and what finds it a constant;
+# what is made while it traces it would not find in a dict, which it has copied by then.
+_layers = types.SimpleNamespace()
+_numbers = itertools.count()
+
+
+def made_once(make: Callable[..., Layer]) -> Callable[..., Layer]:
+    """A function that makes a layer from static arguments, which keeps what it made.
+
+    Under torch.compile the layer is made while tracing.
+    """
+
+    @functools.lru_cache(maxsize=None, typed=True)
+    def made(*arguments: Any) -> str:
+        name = f"{make.__name__}_{next(_numbers)}"
+        setattr(_layers, name, make(*arguments))
+        return name
+
+    @torch.compiler.assume_constant_result
+    def find(*arguments: Any) -> str:
+        return made(*arguments)
+
+    @functools.wraps(make)
+    def once(*arguments: Any) -> Layer:
+        fixed = [_constant(a) for a in arguments] if torch.compiler.is_compiling() else arguments
+        layer: Layer = getattr(_layers, find(*fixed))
+        return layer
+
+    return once
+
+
+def _constant(argument: Any) -> Any:
+    """The same; torch.compile, which may take numbers to vary, has to settle on their value for this."""
+    if isinstance(argument, float):
+        return float.fromhex(argument.hex())
+    return operator.index(argument) if isinstance(argument, int) and not isinstance(argument, bool) else argument

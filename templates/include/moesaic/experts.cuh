@@ -1,0 +1,60 @@
+// Where the rows of experts are, from the counts alone: no block is told, and an expert without rows costs nothing.
+#pragma once
+
+#include "moesaic/base.cuh"
+
+namespace moesaic {
+
+// first[e] = tiles of kRows rows of the experts before e; first[kExperts] = how many there are. For the whole block, which
+// may read them when this returns. `first` has kExperts + 1 + kThreads / 32 elements.
+template <int kExperts, int kRows, int kThreads>
+__device__ __forceinline__ void count_row_tiles(const int* counts, int* first) {
+  constexpr int kOwn = (kExperts + kThreads - 1) / kThreads;  // neighbouring experts of a thread
+  constexpr int kWarps = kThreads / 32;
+  const int lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
+  int* const warp_totals = first + kExperts + 1;
+
+  int before[kOwn];
+  int total = 0;
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) {
+    const int expert = threadIdx.x * kOwn + i;
+    before[i] = total;
+    if (expert < kExperts) total += (load_one(counts + expert) + kRows - 1) / kRows;
+  }
+  int upto = total;  // of the lanes up to this one
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const int other = __shfl_up_sync(0xffffffffu, upto, distance);
+    if (lane >= distance) upto += other;
+  }
+  if (lane == 31) warp_totals[warp] = upto;
+  __syncthreads();
+  int base = upto - total;
+  for (int i = 0; i < kWarps; ++i) base += i < warp ? warp_totals[i] : 0;
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) {
+    const int expert = threadIdx.x * kOwn + i;
+    if (expert < kExperts) first[expert] = base + before[i];
+  }
+  if (threadIdx.x == kThreads - 1) first[kExperts] = base + total;
+  __syncthreads();
+}
+
+// The expert that a tile belongs to: the last one whose first tile is not after it and that has tiles.
+template <int kExperts>
+__device__ __forceinline__ int expert_of_tile(const int* first, int tile) {
+  int low = 0, high = kExperts;  // first[low] <= tile < first[high]
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    if (first[middle] <= tile) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+}  // namespace moesaic
