@@ -46,7 +46,7 @@ def _shown(value: Value) -> str:
 def _outline(function: Function, blocks_symbol: str) -> bool:
     body = function.body
     ops = body.ops[:-1]
-    if not ops:
+    if all(op.name.startswith("kernel.") for op in ops):
         return False
     terminator = body.terminator
     after = _after_sums(ops)

@@ -262,6 +262,8 @@ class _Blocks:
         if kernel.by_sequence or kernel.grid == "persistent":
             # At least one without a token, too: sums of nothing are zeros that somebody has to write.
             return cls(kernel.rows_per_block, 1, most, kernel.by_sequence)
+        if kernel.grid == "chunks":
+            return cls(kernel.rows_per_block, 1, 2**31 - 1)
         return cls(kernel.rows_per_block, 0, 2**31 - 1)
 
     def __call__(self, tokens: int, sequences: int) -> int:

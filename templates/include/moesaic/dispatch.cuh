@@ -1,0 +1,273 @@
+// A dispatch: slots for the picks of all tokens, by a stable counting sort in three launches.
+//
+//   count     how many picks of each expert a block has
+//   scan      how many come in the blocks before it, and how many there are
+//   scatter   a slot for each pick: where its expert begins, past the picks of blocks before and those before it here
+//
+// Picks have one order, that of t K + k, and each block a run of it. Counters are integers, so it does not matter in which
+// order they are added up, and slots depend on nothing but the picks.
+#pragma once
+
+#include "moesaic/row.cuh"
+
+namespace moesaic {
+
+constexpr int kTogether = 4;  // picks that a thread loads before it looks at the first
+
+// The picks of a block: those of kTokens tokens.
+template <int kExperts, int kTopK, int kTokens, typename Index>
+struct BlockPicks {
+  const Index* indices;
+  long long stride;  // elements between the rows of tokens, wherever the caller has them
+  long long first_token;
+  int count;
+
+  __device__ __forceinline__ BlockPicks(const Index* indices, long long stride, long long tokens)
+      : indices(indices), stride(stride), first_token(static_cast<long long>(blockIdx.x) * kTokens),
+        count(static_cast<int>(at_most(kTokens, tokens - first_token)) * kTopK) {}
+
+  // The expert of the i-th pick; -1 if that is not here, and past the last. Compared in the type it comes in: a number
+  // beyond 32 bits must not be cut down to an expert's.
+  __device__ __forceinline__ int expert(int i) const {
+    if (i >= count) return -1;
+    const Index id = load_one(indices + (first_token + i / kTopK) * stride + i % kTopK);
+    return id >= 0 && id < kExperts ? static_cast<int>(id) : -1;
+  }
+};
+
+// --------------------------------------------------------------------------------------------------------- count
+
+// A block's row of the table.
+template <int kExperts, int kThreads, class Picks>
+__device__ __forceinline__ void count_picks(const Picks& picks, int* histogram, int* row) {
+  for (int e = threadIdx.x; e < kExperts; e += kThreads) histogram[e] = 0;
+  __syncthreads();  // counters are 0
+  for (int first = threadIdx.x; first < picks.count; first += kTogether * kThreads) {
+    int experts[kTogether];
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) experts[j] = picks.expert(first + j * kThreads);
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) {
+      if (experts[j] >= 0) atomicAdd(histogram + experts[j], 1);
+    }
+  }
+  __syncthreads();  // all picks are counted
+  for (int e = threadIdx.x; e < kExperts; e += kThreads) store_one(row + e, histogram[e]);
+}
+
+// ---------------------------------------------------------------------------------------------------------- scan
+
+constexpr int kScannedRows = 8;  // of the table, that a thread has at a time
+
+// bases[b][e] = table[0][e] + ... + table[b - 1][e], found[e] = the sum of all. A block has 32 experts, one a lane; its
+// warps share the rows, 8 that follow one another each.
+template <int kExperts, int kThreads>
+__device__ __forceinline__ void scan_table(const int* table, long long blocks, int* bases, int* found) {
+  constexpr int kWarps = kThreads / kWarp;
+  __shared__ int sums[kWarps][kWarp];
+  const int lane = threadIdx.x % kWarp;
+  const int warp = threadIdx.x / kWarp;
+  const int expert = blockIdx.x * kWarp + lane;
+  int total = 0;
+  for (long long first = 0; first < blocks; first += kWarps * kScannedRows) {
+    const long long own = first + warp * kScannedRows;
+    int counts[kScannedRows], sum = 0;
+#pragma unroll
+    for (int r = 0; r < kScannedRows; ++r) {
+      counts[r] = expert < kExperts && own + r < blocks ? load_one(table + (own + r) * kExperts + expert) : 0;
+    }
+#pragma unroll
+    for (int r = 0; r < kScannedRows; ++r) sum += counts[r];
+    __syncthreads();  // sums of the rows before have been read
+    sums[warp][lane] = sum;
+    __syncthreads();  // sums are there
+    int base = total;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+      base += w < warp ? sums[w][lane] : 0;
+      total += sums[w][lane];
+    }
+#pragma unroll
+    for (int r = 0; r < kScannedRows; ++r) {
+      if (expert < kExperts && own + r < blocks) store_one(bases + (own + r) * kExperts + expert, base);
+      base += counts[r];
+    }
+  }
+  if (warp == 0 && expert < kExperts) store_one(found + expert, total);
+}
+
+// ------------------------------------------------------------------------------------------------------- scatter
+
+// C = min(T, ceil(capacity T K / E)) as the host works it out: in double, in this order.
+template <int kExperts, int kTopK>
+__device__ __forceinline__ int rows_of_expert(double capacity, long long tokens) {
+  const double rows = ceil(capacity * static_cast<double>(tokens * kTopK) / kExperts);
+  return static_cast<int>(rows < static_cast<double>(tokens) ? rows : static_cast<double>(tokens));
+}
+
+// The sum of what threads of lower numbers have, and the sum of all. The caller has a barrier between two calls.
+template <int kThreads>
+__device__ __forceinline__ int block_before(int x, int& total) {
+  constexpr int kWarps = kThreads / kWarp;
+  __shared__ int of_warp[kWarps];
+  const int lane = threadIdx.x % kWarp;
+  const int warp = threadIdx.x / kWarp;
+  int sum = x;
+#pragma unroll
+  for (int distance = 1; distance < kWarp; distance *= 2) {
+    const int below = __shfl_up_sync(kAllLanes, sum, distance);
+    sum += lane >= distance ? below : 0;
+  }
+  if (lane == kWarp - 1) of_warp[warp] = sum;
+  __syncthreads();  // sums of warps are there
+  int before = sum - x;
+  total = 0;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) {
+    before += w < warp ? of_warp[w] : 0;
+    total += of_warp[w];
+  }
+  return before;
+}
+
+// starts[e] = the first slot of expert e; starts[kExperts] = slots of all experts.
+template <int kExperts, int kThreads, int kAlign, bool kPad>
+__device__ __forceinline__ void first_slots(const int* found, int bound, int* starts) {
+  for (int e = threadIdx.x; e < kExperts; e += kThreads) {
+    const int rows = kPad ? bound : min(load_one(found + e), bound);
+    starts[e] = (rows + kAlign - 1) / kAlign * kAlign;
+  }
+  __syncthreads();  // sizes are there
+  // A thread has a run of experts: of odd length, so that the threads of a warp meet in no bank.
+  constexpr int kRun = ceil_div(kExperts, kThreads) | 1;
+  const int first = threadIdx.x * kRun;
+  const int end = min(first + kRun, kExperts);
+  int sum = 0, total;
+  for (int e = first; e < end; ++e) sum += starts[e];
+  int slot = block_before<kThreads>(sum, total);
+  for (int e = first; e < end; ++e) {
+    const int rows = starts[e];
+    starts[e] = slot;
+    slot += rows;
+  }
+  if (threadIdx.x == 0) starts[kExperts] = total;
+  __syncthreads();  // first slots are there
+}
+
+// What belongs to no pick; one block writes it.
+template <int kExperts, int kThreads>
+__device__ __forceinline__ void store_groups(const int* found, int bound, const int* starts, int* counts, int* offsets,
+                                             int* dropped) {
+  int lost = 0, total;
+  for (int e = threadIdx.x; e < kExperts; e += kThreads) {
+    const int all = load_one(found + e);
+    const int kept = min(all, bound);
+    lost += all - kept;
+    store_one(counts + e, kept);
+    store_one(offsets + e, starts[e]);
+  }
+  block_before<kThreads>(lost, total);
+  if (threadIdx.x == 0) {
+    store_one(offsets + kExperts, starts[kExperts]);
+    store_one(dropped, total);
+  }
+}
+
+// -1 in the rows without a pick: behind those of each expert, and past the last expert's. All blocks share the work.
+template <int kExperts, int kThreads, int kAlign, bool kPad>
+__device__ __forceinline__ void store_dead_rows(const int* found, int bound, const int* starts, int* tokens, int* picks,
+                                                long long rows) {
+  const long long thread = static_cast<long long>(blockIdx.x) * kThreads + threadIdx.x;
+  const long long threads = static_cast<long long>(gridDim.x) * kThreads;
+  if constexpr (kAlign > 1 || kPad) {
+    // A warp for each expert; where padding may leave long gaps between few experts, several.
+    constexpr int kShares = kPad ? ceil_div(1024, kExperts) : 1;
+    for (long long share = thread / kWarp; share < kExperts * kShares; share += threads / kWarp) {
+      const int e = static_cast<int>(share / kShares);
+      const long long used = starts[e] + min(load_one(found + e), bound);
+      const long long end = starts[e + 1];
+      for (long long row = used + share % kShares * kWarp + thread % kWarp; row < end; row += kShares * kWarp) {
+        store_one(tokens + row, -1);
+        store_one(picks + row, -1);
+      }
+    }
+  }
+  for (long long row = starts[kExperts] + thread; row < rows; row += threads) {
+    store_one(tokens + row, -1);
+    store_one(picks + row, -1);
+  }
+}
+
+constexpr unsigned kNotHere = 0xffffffffu;
+
+// An expert, and how many picks of it come before this one in its run; below 2^16 both.
+__device__ __forceinline__ unsigned ranked_pick(int expert, int rank) {
+  return static_cast<unsigned>(expert) << 16 | static_cast<unsigned>(rank);
+}
+
+// Each of the first warps goes over a run of the block's picks, 32 at a time, in order. `histogram` is the warp's own: the
+// picks that it has seen of each expert, 0 at first.
+template <int kRun, class Picks>
+__device__ __forceinline__ void rank_picks(const Picks& picks, unsigned short* histogram, unsigned* ranked) {
+  const int lane = threadIdx.x % kWarp;
+  const int run = threadIdx.x / kWarp * kRun;
+  for (int first = run; first < run + kRun && first < picks.count; first += kTogether * kWarp) {
+    int experts[kTogether];
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) experts[j] = picks.expert(first + j * kWarp + lane);
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) {
+      if (first + j * kWarp >= run + kRun) break;  // of the run of the warp after
+      const int expert = experts[j];
+      const unsigned equals = __match_any_sync(kAllLanes, expert);
+      const int before = __popc(equals & ((1u << lane) - 1));
+      const int seen = expert >= 0 ? histogram[expert] : 0;
+      __syncwarp();  // equals have read their counter
+      if (expert >= 0 && before == 0) histogram[expert] = static_cast<unsigned short>(seen + __popc(equals));
+      __syncwarp();  // counters are up to date
+      ranked[first + j * kWarp + lane] = expert >= 0 ? ranked_pick(expert, seen + before) : kNotHere;
+    }
+  }
+}
+
+// Counters become what they are needed as: histograms[run][e] the picks of expert e in the runs before, starts[e] the slot
+// of the block's first pick of it. rooms[e] is how many of the block's picks find a place within the capacity.
+template <int kExperts, int kThreads, int kRuns, int kPicks, bool kBounded>
+__device__ __forceinline__ void place_runs(const int* bases, int bound, unsigned short* histograms, int* starts,
+                                           unsigned short* rooms) {
+  for (int e = threadIdx.x; e < kExperts; e += kThreads) {
+    const int base = load_one(bases + e);
+    starts[e] += base;
+    if constexpr (kBounded) rooms[e] = static_cast<unsigned short>(min(max(bound - base, 0), kPicks));
+    int before = 0;
+#pragma unroll
+    for (int run = 0; run < kRuns; ++run) {
+      const int counted = histograms[run * kExperts + e];
+      histograms[run * kExperts + e] = static_cast<unsigned short>(before);
+      before += counted;
+    }
+  }
+}
+
+// Slots at the picks, picks and tokens at the slots.
+template <int kExperts, int kTopK, int kThreads, int kRun, bool kBounded, class Picks>
+__device__ __forceinline__ void store_slots(const Picks& picks, const unsigned* ranked, const unsigned short* histograms,
+                                            const int* starts, const unsigned short* rooms, int* tokens, int* pick_of,
+                                            int* slots) {
+  const long long first = picks.first_token * kTopK;
+  for (int i = threadIdx.x; i < picks.count; i += kThreads) {
+    int slot = -1;
+    if (ranked[i] != kNotHere) {
+      const int expert = static_cast<int>(ranked[i] >> 16);
+      const int rank = static_cast<int>(ranked[i] & 0xffff) + histograms[i / kRun * kExperts + expert];
+      if (!kBounded || rank < rooms[expert]) slot = starts[expert] + rank;
+    }
+    store_one(slots + first + i, slot);
+    if (slot >= 0) {
+      store_one(pick_of + slot, static_cast<int>(first + i));
+      store_one(tokens + slot, static_cast<int>(picks.first_token + i / kTopK));
+    }
+  }
+}
+
+}  // namespace moesaic
