@@ -181,12 +181,16 @@ class Experts:
         if self.weight_on == "input":
             rows = stored(rows * factor, dtype)
         first = b.op("slot.grouped_linear", rows, up_proj, *groups, transposed=up_transposed)
+        first.name = "h"
         first = biased(first, f"{self.up_name}_bias", wide)
         middle = self._activated(first)
         if self.weight_on == "middle":
             middle = middle * factor
-        second = b.op("slot.grouped_linear", stored(middle, dtype), down_proj, *groups, transposed=down_transposed)
+        middle = stored(middle, dtype)
+        middle.name = "activated"
+        second = b.op("slot.grouped_linear", middle, down_proj, *groups, transposed=down_transposed)
         second = stored(biased(second, "down_proj_bias", h), dtype)
+        second.name = "outputs"
         weighted = (factors, picks) if self.weight_on == "output" else ()
         hidden = stored(b.op("slot.combine", second, slots, tokens, *weighted), dtype)
         made = {"hidden": hidden, "counts": counts, "dropped": dropped}
