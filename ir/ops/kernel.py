@@ -154,7 +154,7 @@ class DispatchScatter(DispatchKernel):
 
 
 class Region(Op):
-    """Base of kernels over slots or tokens: the region's arguments stand for the operands, its yield for the results."""
+    """Base of kernels over slots or tokens: the region's arguments stand for operands, its yield for the results."""
 
     variadic = True
     has_region = True
