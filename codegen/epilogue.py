@@ -40,7 +40,22 @@ class Parameters:
         self.alignment = [int(a) for a in aligned.split(",")] if aligned else []
         self.lines: list[Line] = []
         self.arguments: list[Argument] = []
-        self.taken = {"tile", "row", "column", "slot", "slots", "token", "tokens", "expert", "left", "right", "i", "j", "v", "n"}
+        self.taken = {
+            "tile",
+            "row",
+            "column",
+            "slot",
+            "slots",
+            "token",
+            "tokens",
+            "expert",
+            "left",
+            "right",
+            "i",
+            "j",
+            "v",
+            "n",
+        }
         self._asked: dict[tuple[str, int], str] = {}
 
     def unique(self, base: str) -> str:
@@ -247,7 +262,9 @@ class Epilogue:
             name = self.parameters.unique(pointer.removesuffix("_ptr") + "_row")
             qualifier = "const " if index < self.parameters.op.reads else ""
             type = STORAGE[self.parameters.given(index).type.dtype]
-            self.for_row.append(f"{qualifier}{type}* const {name} = {pointer} + {place} * {self.parameters.stride(index)};")
+            self.for_row.append(
+                f"{qualifier}{type}* const {name} = {pointer} + {place} * {self.parameters.stride(index)};"
+            )
             self.row_pointers[key] = name
         return self.row_pointers[key]
 
@@ -267,7 +284,9 @@ class Epilogue:
         if self.is_halves(value):
             gate, up = (f"{self.name(value)}_{half}" for half in ("gate", "up"))
             self.loads.append(f"float {gate}[kVector], {up}[kVector];")
-            arguments = f"kVector, {self._align_of_halves(value, align)}, {_flag(self.whole)}, kColumns, {_flag(self.in_turn)}"
+            arguments = (
+                f"kVector, {self._align_of_halves(value, align)}, {_flag(self.whole)}, kColumns, {_flag(self.in_turn)}"
+            )
             self.loads.append(f"moesaic::load_halves<{arguments}>({pointer}, column, {gate}, {up});")
             return
         if columns_of(value) != self.columns:
@@ -367,7 +386,9 @@ class Epilogue:
             self.lines.append(f"{name}[v] = {part};")
         align = self.parameters.align(index)
         if halves:
-            arguments = f"kVector, {self._align_of_halves(value, align)}, {_flag(self.whole)}, kColumns, {_flag(self.in_turn)}"
+            arguments = (
+                f"kVector, {self._align_of_halves(value, align)}, {_flag(self.whole)}, kColumns, {_flag(self.in_turn)}"
+            )
             self.stores.append(f"moesaic::store_halves<{arguments}>({pointer}, column, {', '.join(names)});")
         else:
             arguments = f"kVector, {self._align(value, align)}, {_flag(self.whole)}"

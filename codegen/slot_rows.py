@@ -23,7 +23,9 @@ def generate(op: Kernel) -> GeneratedKernel:
     region = parameters.region
     threads = int(op.configuration["threads"])
     counts, offsets = region.arguments[-2:]
-    rows = [v for o in region.ops for v in (*o.operands, *o.results) if v.type.rank == 2 and v.type.leading == slot.SLOTS]
+    rows = [
+        v for o in region.ops for v in (*o.operands, *o.results) if v.type.rank == 2 and v.type.leading == slot.SLOTS
+    ]
     halves = any(isinstance(o, slot.Split | slot.Join) for o in region.ops)
     columns = max(columns_of(v) for v in rows) // (2 if halves else 1)
     size = max(v.type.dtype.bytes for v in rows)

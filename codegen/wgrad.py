@@ -240,5 +240,3 @@ class _Emitter:
 
 def _source(value: Value) -> Value:
     return value.op.x if isinstance(value, OpResult) and isinstance(value.op, slot.Gather) else value
-
-

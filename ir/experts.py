@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from moesaic.ir.builder import Builder
 from moesaic.ir.core import Module, Value, create, create_one
@@ -85,6 +86,7 @@ class Experts:
         gated: whether half of the first product gates the other.
         gating: in place of ``activation(gate) * up``, a function of gate and up, such as `clamped_swiglu`.
         bias: inputs ``gate_up_proj_bias`` [E, 2I] and ``down_proj_bias`` [E, H].
+        separate: gates and ups have weights of their own, ``gate_proj`` and ``up_proj`` [E, I, H], and biases.
         transposed: weights lie as [E, H, 2I] and [E, I, H]; ``"up"`` or ``"down"`` for one of them.
         interleaved: gates and ups alternate in the rows of the first weight.
         weight_on: what the weight of a pick multiplies: the ``"output"`` of its expert, its ``"input"``, or what is in
@@ -108,6 +110,7 @@ class Experts:
     gated: bool = True
     gating: Gating | None = None
     bias: bool = False
+    separate: bool = False
     transposed: bool | str = False
     interleaved: bool = False
     weight_on: str = "output"
@@ -129,12 +132,20 @@ class Experts:
             raise InputError(f"activation must be a name or a function of an IR value, found {self.activation!r}")
         if self.gating is not None and not (self.gated and callable(self.gating)):
             raise InputError("gating is a function of gate and up, and goes with gated=True")
+        if self.gating is not None and self.activation != "silu":
+            raise InputError("gating stands in place of activation(gate) * up; give one of activation and gating")
+        if self.separate and not self.gated:
+            raise InputError("separate gives gates and ups a weight each; with gated=False there is one of them only")
         if self.interleaved and not self.gated:
             raise InputError("interleaved tells how gates and ups lie; with gated=False there is one of them only")
+        if self.interleaved and self.separate:
+            raise InputError("interleaved tells how gates and ups lie in one weight; with separate=True they have two")
         if not isinstance(self.transposed, bool):
             check_choice("transposed", self.transposed, ("up", "down"))
         check_choice("weight_on", self.weight_on, ("output", "input", "middle"))
-        if self.capacity is not None and not 0 < self.capacity < float("inf"):
+        if self.capacity is not None and (
+            not isinstance(self.capacity, int | float) or not 0 < self.capacity < float("inf")
+        ):
             raise InputError(f"capacity must be a finite number > 0, or None, found {self.capacity!r}")
         if self.pad and self.capacity is None:
             raise InputError("pad gives every expert as many rows as the capacity; give capacity, too")
@@ -149,45 +160,56 @@ class Experts:
             raise InputError(f"dtype must be a float type, found {self.dtype}")
 
     @property
-    def up_name(self) -> str:
-        """What the weight of the first product is called."""
-        return "gate_up_proj" if self.gated else "up_proj"
+    def up_names(self) -> tuple[str, ...]:
+        """What the weights of the first product are called."""
+        if not self.gated:
+            return ("up_proj",)
+        return ("gate_proj", "up_proj") if self.separate else ("gate_up_proj",)
 
     def module(self, dtype: DType, top_k: int, indices: DType = DType.I32, weights: DType = DType.F32) -> Module:
-        """The declared function for inputs of these types, of K picks a token."""
+        """The declared function for inputs of these types, of K picks a token.
+
+        Raises:
+            InputError: there are no picks, or activation or gating give something else than they should.
+        """
+        if top_k < 1:
+            raise InputError(f"indices must hold one pick a token or more, found {top_k}")
         b = Builder(self.name)
         e, h, i = self.num_experts, self.hidden, self.intermediate
-        wide = 2 * i if self.gated else i
+        wide = 2 * i if self.gated and not self.separate else i
         up_transposed, down_transposed = (self.transposed in (True, side) for side in ("up", "down"))
         x = b.input("x", tensor(dtype, "T", h))
         ids = b.input("indices", tensor(indices, "T", top_k))
         factors = b.input("weights", tensor(weights, "T", top_k))
-        up_proj = b.input(self.up_name, tensor(dtype, e, *((h, wide) if up_transposed else (wide, h))))
+        lies = (h, wide) if up_transposed else (wide, h)
+        ups = [b.input(name, tensor(dtype, e, *lies)) for name in self.up_names]
         down_proj = b.input("down_proj", tensor(dtype, e, *((i, h) if down_transposed else (h, i))))
-        vectors = DType.F64 if dtype is DType.F64 else dtype
 
-        options = {"capacity": self.capacity, "pad": self.pad or None, "align": None if self.align == 1 else self.align}
+        options: dict[str, Any] = {
+            "capacity": self.capacity,
+            "pad": self.pad or None,
+            "align": None if self.align == 1 else self.align,
+        }
         counts, offsets, tokens, picks, slots, dropped = b.op("slot.dispatch", ids, experts=e, **options)
         groups = (counts, offsets)
 
         def biased(value: Value, name: str, columns: int) -> Value:
             if not self.bias:
                 return value
-            bias = b.input(name, tensor(vectors, e, columns))
+            bias = b.input(name, tensor(dtype, e, columns))
             return value + create_one("slot.expert_rows", bias, tokens, *groups)
 
         rows = b.op("slot.gather", x, tokens, slots)
-        factor = b.op("slot.of_pick", factors, picks, slots) if self.weight_on != "output" else None
         if self.weight_on == "input":
-            rows = stored(rows * factor, dtype)
-        first = b.op("slot.grouped_linear", rows, up_proj, *groups, transposed=up_transposed)
-        first.name = "h"
-        first = biased(first, f"{self.up_name}_bias", wide)
-        middle = self._activated(first)
+            rows = stored(rows * create_one("slot.of_pick", factors, picks, slots), dtype)
+        first = [b.op("slot.grouped_linear", rows, up, *groups, transposed=up_transposed) for up in ups]
+        for value, name in zip(first, ("h",) if len(first) == 1 else ("h_gate", "h_up"), strict=True):
+            value.name = name
+        middle = self._activated([biased(v, f"{n}_bias", wide) for v, n in zip(first, self.up_names, strict=True)])
         if self.weight_on == "middle":
-            middle = middle * factor
+            middle = middle * create_one("slot.of_pick", factors, picks, slots)
         middle = stored(middle, dtype)
-        middle.name = "activated"
+        middle.name = middle.name or "activated"
         second = b.op("slot.grouped_linear", middle, down_proj, *groups, transposed=down_transposed)
         second = stored(biased(second, "down_proj_bias", h), dtype)
         second.name = "outputs"
@@ -196,20 +218,21 @@ class Experts:
         made = {"hidden": hidden, "counts": counts, "dropped": dropped}
         return b.build(**{name: made[name] for name in self.outputs})
 
-    def _activated(self, first: Value) -> Value:
+    def _activated(self, first: list[Value]) -> Value:
         activation = ACTIVATIONS[self.activation] if isinstance(self.activation, str) else self.activation
-        what = "activation"
-        if self.gated:
-            gate, up = create_split(first, self.interleaved)
-            what = "activation" if self.gating is None else "gating"
-            made = activation(gate) * up if self.gating is None else self.gating(gate, up)
-            size = gate.type.shape
-        else:
-            made, size = activation(first), first.type.shape
-        if not isinstance(made, Value) or made.type.shape != size:
-            found = made.type if isinstance(made, Value) else type(made).__name__
-            raise InputError(f"{what} must give an IR value of the shape of its operand, found {found}")
-        return made
+        if not self.gated:
+            return _checked("activation", activation(first[0]), first[0])
+        gate, up = first if self.separate else create_split(first[0], self.interleaved)
+        if self.gating is not None:
+            return _checked("gating", self.gating(gate, up), gate)
+        return _checked("activation", activation(gate), gate) * up
+
+
+def _checked(what: str, made: object, operand: Value) -> Value:
+    if not isinstance(made, Value) or made.type.shape != operand.type.shape:
+        found = made.type if isinstance(made, Value) else type(made).__name__
+        raise InputError(f"{what} must give an IR value of the shape of its operand, found {found}")
+    return made
 
 
 def create_split(value: Value, interleaved: bool) -> tuple[Value, Value]:

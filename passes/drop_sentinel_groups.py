@@ -67,7 +67,7 @@ def check_dead_rows(block: Block) -> None:
     belongs: dict[Value, Op | None] = {}
     for op in block.ops:
         if isinstance(op, slot.Dispatch):
-            belongs.update({r: op for r in op.results})
+            belongs.update(dict.fromkeys(op.results, op))
             continue
         found = {belongs[v] for v in op.operands if belongs.get(v) is not None}
         if len(found) > 1:
@@ -84,5 +84,3 @@ def check_dead_rows(block: Block) -> None:
             op.fail("has no meaning over rows of slots, some of which are dead")
         made_by = next(iter(found), None)
         belongs.update({r: made_by for r in op.results if made_by is not None and r.type.leading == slot.SLOTS})
-
-

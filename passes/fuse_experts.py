@@ -61,7 +61,7 @@ class _Fusion:
         for op in ops:
             if isinstance(op, slot.Dispatch):
                 self._dispatch(op)
-        waiting = [op for op in self._kernels(ops)]
+        waiting = self._kernels(ops)
         while waiting:
             ready = [k for k in waiting if all(v in self.memory or isinstance(v, BlockArgument) for v in k.reads)]
             if not ready:
@@ -122,7 +122,7 @@ class _Fusion:
             made_by = _op(value)
             if isinstance(made_by, (*_LIGHT, *_HEAVY)) and not self._after_wgrad(value):
                 need(value)
-        order = {r: i for i, op in enumerate(self.body.ops) for r in op.results}
+        order: dict[Value, int] = {r: i for i, op in enumerate(self.body.ops) for r in op.results}
         return sorted(wanted, key=lambda v: order[v])
 
     def _after_wgrad(self, value: Value) -> bool:

@@ -42,13 +42,9 @@ _DTYPES = {t: d for d, t in TORCH_DTYPES.items()}
 
 
 @overload
-def compile(
-    what: Experts, *, target: str | Target | None = None, backend: str = "auto"
-) -> CompiledExperts: ...
+def compile(what: Experts, *, target: str | Target | None = None, backend: str = "auto") -> CompiledExperts: ...
 @overload
-def compile(
-    what: Router | Module, *, target: str | Target | None = None, backend: str = "auto"
-) -> CompiledLayer: ...
+def compile(what: Router | Module, *, target: str | Target | None = None, backend: str = "auto") -> CompiledLayer: ...
 def compile(
     what: Router | Experts | Module, *, target: str | Target | None = None, backend: str = "auto"
 ) -> CompiledLayer | CompiledExperts:

@@ -148,7 +148,13 @@ class Prepared:
 
         `points` are the addresses of the functions it calls, see `CudaRunner.native_points`.
         """
-        by_symbol = {"": -4, "M": -3, "N": -2, "T": -1, **{step.symbol: n for n, step in enumerate(self.steps) if step.symbol}}
+        by_symbol = {
+            "": -4,
+            "M": -3,
+            "N": -2,
+            "T": -1,
+            **{step.symbol: n for n, step in enumerate(self.steps) if step.symbol},
+        }
         inputs = len(self.executable.plan.inputs)
         launches = [step.loaded.native_launch() for step in self.steps]
 
@@ -322,7 +328,9 @@ class Runner:
         """Prepares calls with contiguous, aligned inputs, whatever T: inference, training, and backward for all
         cotangents."""
         device = self.place(device)
-        wanted: list[tuple[str, tuple[str, ...], Function]] = [("forward", (), program.forward_function(training=False))]
+        wanted: list[tuple[str, tuple[str, ...], Function]] = [
+            ("forward", (), program.forward_function(training=False))
+        ]
         if backward:
             wanted.append(("training", (), program.forward_function(training=True)))
             function = program.backward_function(program.float_results)

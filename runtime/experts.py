@@ -48,8 +48,8 @@ class CompiledExperts:
         self._declared = declared
         self._target = None if target is None else target.name
         self._asked = backend
-        biases = (f"{declared.up_name}_bias", "down_proj_bias") if declared.bias else ()
-        self._parameters = (declared.up_name, "down_proj", *biases)
+        matrices = (*declared.up_names, "down_proj")
+        self._parameters = (*matrices, *(f"{name}_bias" for name in matrices if declared.bias))
         self._result_type = namedtuple("ExpertsResult", declared.outputs)  # type: ignore[misc]
         self._used: compiling.CompiledLayer | None = None
 

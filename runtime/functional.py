@@ -6,7 +6,7 @@ is done with a handful of numbers per expert is plain torch. Nothing here synchr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch

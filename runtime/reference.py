@@ -120,6 +120,8 @@ class TorchArrays:
 
     @staticmethod
     def take_vector(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        if not x.shape[0]:  # concatenated, so that x gets a gradient
+            return torch.cat([x, x.new_zeros(indices.numel())]).reshape(indices.shape)
         inside, places = _inside(indices, x.shape[0])
         return x[places].masked_fill(~inside, 0)
 
@@ -133,7 +135,7 @@ class TorchArrays:
     @staticmethod
     def take_rows(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         if not x.shape[0]:
-            return x.new_zeros((indices.shape[0], x.shape[1]))
+            return torch.cat([x, x.new_zeros((indices.shape[0], x.shape[1]))])
         inside, places = _inside(indices, x.shape[0])
         return x[places].masked_fill(~inside.unsqueeze(-1), 0)
 
@@ -186,7 +188,7 @@ def _groups(counts: torch.Tensor, offsets: torch.Tensor) -> Iterator[tuple[int, 
 
 
 def evaluate(function: Function, inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """The results of a function of declared ops (``math.``, ``row.``, ``col.``, ``slot.``) on tensors given by input name."""
+    """The results of a function of declared ops (``math.``, ``row.``, ``col.``, ``slot.``) on tensors by input name."""
     xp: Any = TorchArrays()
     values: dict[Value, torch.Tensor] = {a: inputs[a.name] for a in function.arguments}
     like = next(iter(values.values()))

@@ -129,6 +129,7 @@ UNARY = {
     "math.relu": (torch.relu, ANY),
     "math.silu": (lambda x: x * torch.sigmoid(x), ANY),
     "math.gelu_tanh": (gelu_tanh, ANY),
+    "math.erf": (torch.erf, ANY),
     "math.clamp": (lambda x: torch.clamp(x, -1.25, 2.5), ANY),
     "math.cast": (lambda x: x * 1.0, ANY),
 }
@@ -174,6 +175,12 @@ def test_unary_values(op):
     oracle, (low, high) = UNARY[op]
     x = torch.cat([tensor(SPECIAL), uniform(101, low, high)])
     torch.testing.assert_close(run(op, x, **ATTRIBUTES.get(op, {})), oracle(x), **VALUE)
+
+
+def test_the_error_function():
+    """Against another library than the one that the reference calls."""
+    x = torch.cat([tensor(SPECIAL), uniform(101, -6.0, 6.0)])
+    torch.testing.assert_close(run("math.erf", x), tensor([math.erf(v) for v in x.tolist()]), **VALUE)
 
 
 @pytest.mark.parametrize("op", UNARY)

@@ -31,7 +31,14 @@ def check(module):
 # Every op -------------------------------------------------------------------------------------------------------------
 
 ROWS = "%x: tensor<Tx6xbf16>, %v: tensor<6xf32>, %i: tensor<Tx2xi32>, %p: tensor<Tx2xf32>, %d: tensor<Tx6xf64>"
-ROWS += ", %n: tensor<Nx0xf32>, %f: tensor<Tx6xi1>"
+ROWS += ", %n: tensor<Nx0xf32>, %f: tensor<Tx6xi1>, %w: tensor<5x4x6xbf16>"
+ROWS += ", %u: tensor<5x4xbf16>, %h: tensor<6x4xbf16>"
+DISPATCH = (
+    "%c, %o, %t, %q, %s, %r = slot.dispatch %i {align = 16, capacity = 1.25, experts = 5, pad = true} : "
+    "tensor<5xi32>, tensor<6xi32>, tensor<Mxi32>, tensor<Mxi32>, tensor<Tx2xi32>, tensor<1xi32>"
+)
+GATHER = f"{DISPATCH}\n  %m = slot.gather %x, %t, %s : tensor<Mx6xbf16>"
+OF_PICK = f"{DISPATCH}\n  %k = slot.of_pick %p, %q, %s : tensor<Mx1xf32>"
 EXAMPLES = {
     "math.add": "%y = math.add %x, %v : tensor<Tx6xf32>",
     "math.and": "%y = math.and %f, %f : tensor<Tx6xi1>",
@@ -58,6 +65,7 @@ EXAMPLES = {
     "math.relu": "%y = math.relu %x : tensor<Tx6xf32>",
     "math.silu": "%y = math.silu %x : tensor<Tx6xf32>",
     "math.gelu_tanh": "%y = math.gelu_tanh %x : tensor<Tx6xf32>",
+    "math.erf": "%y = math.erf %x : tensor<Tx6xf32>",
     "math.clamp": "%y = math.clamp %x {max = 7.0, min = -7.0} : tensor<Tx6xf32>",
     "math.cast": "%y = math.cast %d {dtype = f16} : tensor<Tx6xf16>",
     "math.broadcast": "%y = math.broadcast %v, %x : tensor<Tx6xf32>",
@@ -105,6 +113,24 @@ EXAMPLES = {
         "  %y = moe.z_loss %z, %t {coef = 0.5} : tensor<f32>"
     ),
     "moe.entropy_loss": ("%t = col.rows %x : tensor<f32>\n  %y = moe.entropy_loss %x, %t {coef = -0.5} : tensor<f32>"),
+    "slot.dispatch": DISPATCH,
+    "slot.gather": GATHER,
+    "slot.combine": (
+        f"{GATHER}\n  %y = slot.combine %m, %s, %t : tensor<Tx6xf32>\n"
+        "  %z = slot.combine %m, %s, %t, %p, %q : tensor<Tx6xf32>"
+    ),
+    "slot.of_pick": OF_PICK,
+    "slot.to_picks": f"{OF_PICK}\n  %y = slot.to_picks %k, %s, %q : tensor<Tx2xf32>",
+    "slot.linear": "%y = slot.linear %x, %h {transposed = true} : tensor<Tx4xf32>",
+    "slot.wgrad": "%y = slot.wgrad %x, %x : tensor<6x6xf32>",
+    "slot.grouped_linear": (
+        f"{GATHER}\n  %y = slot.grouped_linear %m, %w, %c, %o {{transposed = false}} : tensor<Mx4xf32>"
+    ),
+    "slot.grouped_wgrad": f"{GATHER}\n  %y = slot.grouped_wgrad %m, %m, %c, %o : tensor<5x6x6xf32>",
+    "slot.expert_rows": f"{DISPATCH}\n  %y = slot.expert_rows %u, %t, %c, %o : tensor<Mx4xf32>",
+    "slot.expert_sums": f"{GATHER}\n  %y = slot.expert_sums %m, %c, %o : tensor<5x6xf32>",
+    "slot.split": "%y, %z = slot.split %x {interleaved = true} : tensor<Tx3xbf16>, tensor<Tx3xbf16>",
+    "slot.join": "%y = slot.join %x, %x {interleaved = true} : tensor<Tx12xbf16>",
     "kernel.ticket": (
         "%y, %z = kernel.row_program %x {blocks = B} (%x: tensor<Tx6xbf16>) {\n"
         "    %s = col.sum %x : tensor<6xf32>\n    %t = kernel.ticket : tensor<i32>\n    yield %s, %t\n"

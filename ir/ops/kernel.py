@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from moesaic.ir import core
 from moesaic.ir.core import Block, Op, OpResult, Value, result
-from moesaic.ir.ops.col import ColumnReduction, Spread
 from moesaic.ir.ops import slot
+from moesaic.ir.ops.col import ColumnReduction, Spread
 from moesaic.ir.ops.slot import Dispatch
 from moesaic.ir.types import Dim, DType, TensorType, symbol
 
@@ -155,7 +155,7 @@ class DispatchScatter(DispatchKernel):
 
 
 class Region(Op):
-    """Base of kernels over slots or tokens: the region's arguments stand for the operands, its yield for the results."""
+    """Base of kernels over slots or tokens: the region's arguments stand for operands, its yield for the results."""
 
     variadic = True
     has_region = True

@@ -39,9 +39,27 @@ class SlotOp(Op):
             self.fail(f"{what} must be [T, K] with a constant K, found {value.type}")
         return size
 
+    def check_slots(self, value: Value) -> int:
+        """K of the slots of picks."""
+        if value.type.dtype is not DType.I32:
+            self.fail(f"slots must be [T, K] of i32, found {value.type}")
+        return self.check_picks(value, "slots")
+
     def check_integers(self, value: Value, shape: tuple[Dim, ...], what: str) -> None:
         if value.type != TensorType(shape, DType.I32):
             self.fail(f"{what} must be {TensorType(shape, DType.I32)}, found {value.type}")
+
+    def check_groups(self, counts: Value, offsets: Value, of_experts: Value | None = None, rank: int = 0) -> None:
+        """Checks that counts and offsets are of as many experts as there are weights, if given."""
+        shape = counts.type.shape if of_experts is None else of_experts.type.shape
+        experts = shape[0] if shape else None
+        if of_experts is not None and (len(shape) != rank or not isinstance(experts, int)):
+            what = "vector an expert [E, n]" if rank == 2 else "matrix an expert [E, m, n]"
+            self.fail(f"expected one {what}, found {of_experts.type}")
+        if not isinstance(experts, int):
+            self.fail(f"counts must be [E] with a constant E, found {counts.type}")
+        self.check_integers(counts, (experts,), "counts")
+        self.check_integers(offsets, (experts + 1,), "offsets")
 
 
 def _wide(*values: Value) -> DType:
@@ -151,7 +169,7 @@ class Gather(SlotOp):
         if self.x.type.rank != 2 or self.x.type.leading != "T":
             self.fail(f"expected rows of tokens [T, n], found {self.x.type}")
         self.check_integers(self.tokens, (symbol(SLOTS),), "tokens")
-        self.check_picks(self.slots, "slots")
+        self.check_slots(self.slots)
         return [TensorType((symbol(SLOTS), self.x.type.shape[1]), self.x.type.dtype)]
 
     def reference(self, xp: ArrayNamespace, *operands: Array) -> Array:
@@ -180,9 +198,12 @@ class Combine(SlotOp):
 
     def infer(self) -> Sequence[TensorType]:
         self.check_rows(self.x, "x")
-        picks = self.check_picks(self.slots, "slots")
+        picks = self.check_slots(self.slots)
+        self.check_integers(self.tokens, (symbol(SLOTS),), "tokens")
         if self.weights is not None and self.check_picks(self.weights, "weights") != picks:
             self.fail(f"weights {self.weights.type} and slots {self.slots.type} differ in K")
+        if self.picks is not None:
+            self.check_integers(self.picks, (symbol(SLOTS),), "picks")
         return [TensorType((self.slots.type.shape[0], self.x.type.shape[1]), _wide(self.x))]
 
     def verify(self) -> None:
@@ -223,8 +244,10 @@ class OfPick(SlotOp):
     y = result("[M, 1], f32")
 
     def infer(self) -> Sequence[TensorType]:
-        self.check_picks(self.x, "x")
+        picks = self.check_picks(self.x, "x")
         self.check_integers(self.picks, (symbol(SLOTS),), "picks")
+        if self.check_slots(self.slots) != picks:
+            self.fail(f"x {self.x.type} and slots {self.slots.type} differ in K")
         return [TensorType((symbol(SLOTS), 1), _wide(self.x))]
 
     def reference(self, xp: ArrayNamespace, *operands: Array) -> Array:
@@ -250,7 +273,8 @@ class ToPicks(SlotOp):
         self.check_rows(self.x, "x")
         if self.x.type.shape[1] != 1:
             self.fail(f"expected a number for each slot, [M, 1], found {self.x.type}")
-        self.check_picks(self.slots, "slots")
+        self.check_slots(self.slots)
+        self.check_integers(self.picks, (symbol(SLOTS),), "picks")
         return [TensorType(self.slots.type.shape, _wide(self.x))]
 
     def reference(self, xp: ArrayNamespace, *operands: Array) -> Array:
@@ -286,6 +310,8 @@ class Product(SlotOp):
             self.fail(f"rows of {self.x.type} do not fit a weight {self.weight.type}, which lies as {lies}")
         if self.x.type.dtype is not self.weight.type.dtype:
             self.fail(f"rows are {self.x.type.dtype.value}, the weight is {self.weight.type.dtype.value}; cast one")
+        if not self.x.type.dtype.is_float:
+            self.fail(f"rows must be floats, found {self.x.type}")
         return [TensorType((self.x.type.shape[0], outer), _wide(self.x))]
 
 
@@ -321,7 +347,7 @@ class GroupedLinear(Product):
 
     def verify(self) -> None:
         self.check_rows(self.x, "x")
-        check_experts(self, self.weight, self.counts, self.offsets)
+        self.check_groups(self.counts, self.offsets, self.weight, 3)
 
     def reference(self, xp: ArrayNamespace, *operands: Array) -> Array:
         x, weight = (xp.upcast(o) for o in operands[:2])
@@ -373,6 +399,7 @@ class GroupedWgrad(SlotOp):
         self.check_rows(self.b, "b")
         if self.a.type.dtype is not self.b.type.dtype:
             self.fail(f"operands differ in type: {self.a.type} and {self.b.type}; cast one")
+        self.check_groups(self.counts, self.offsets)
         shape = (*self.counts.type.shape, self.a.type.shape[1], self.b.type.shape[1])
         return [TensorType(shape, _wide(self.a))]
 
@@ -392,7 +419,8 @@ class ExpertRows(SlotOp):
     y = result("[M, n], f32")
 
     def infer(self) -> Sequence[TensorType]:
-        check_experts(self, self.x, self.counts, self.offsets)
+        self.check_groups(self.counts, self.offsets, self.x, 2)
+        self.check_integers(self.tokens, (symbol(SLOTS),), "tokens")
         return [TensorType((symbol(SLOTS), self.x.type.shape[1]), _wide(self.x))]
 
     def reference(self, xp: ArrayNamespace, *operands: Array) -> Array:
@@ -416,6 +444,7 @@ class ExpertSums(SlotOp):
 
     def infer(self) -> Sequence[TensorType]:
         self.check_rows(self.x, "x")
+        self.check_groups(self.counts, self.offsets)
         return [TensorType((*self.counts.type.shape, self.x.type.shape[1]), _wide(self.x))]
 
     def reference(self, xp: ArrayNamespace, *operands: Array) -> Array:
@@ -487,12 +516,3 @@ class Join(Halves):
 def stored(value: Value, dtype: DType) -> Value:
     """A value as it lies in memory: rounded once to the type of a product's operands."""
     return value if value.type.dtype is dtype else create_one("math.cast", value, dtype=dtype.value)
-
-
-def check_experts(op: SlotOp, value: Value, counts: Value, offsets: Value) -> None:
-    """Checks that what belongs to experts has as many rows as there are counts."""
-    experts = value.type.shape[0] if value.type.rank > 1 else None
-    if not isinstance(experts, int):
-        op.fail(f"expected one matrix or vector for each expert, found {value.type}")
-    op.check_integers(counts, (experts,), "counts")
-    op.check_integers(offsets, (experts + 1,), "offsets")
