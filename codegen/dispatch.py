@@ -88,7 +88,8 @@ def generate_scatter(op: Kernel) -> GeneratedKernel:
     picks = tokens * top_k
     if picks >= _SHORT or facts.experts >= _SHORT:
         raise UnsupportedError(
-            f"{op.symbol}: {facts.experts} experts and {picks} picks a block; a dispatch has fewer than {_SHORT} of both"
+            f"{op.symbol}: {facts.experts} experts and {picks} picks a block; a dispatch has fewer than {_SHORT} of "
+            "both"
         )
     runs = min(DispatchShape.of(facts.experts, top_k).histograms, threads // WARP_THREADS)
     run = -(-picks // (runs * WARP_THREADS)) * WARP_THREADS

@@ -1,4 +1,5 @@
-"""What a kernel does with rows of slots or tokens, element by element: the epilogue of a product, or a kernel of its own.
+"""What a kernel does with rows of slots or tokens, element by element: the epilogue of a product, or a kernel of its
+own.
 
 Values of a region have one of these shapes here. *Rows* [R, 1] are numbers of a row, computed once for it. *Columns*
 [R, n] are the n columns that the kernel's tiles go over; *halves* [R, 2n] are as many gates and ups, of which a thread
@@ -173,7 +174,8 @@ class Epilogue:
         return columns_of(value) == 2 * self.columns and self._has_halves
 
     def _in_columns(self, value: Value) -> bool:
-        """Where there is one column only: whether a value is computed from the tile rather than from numbers of rows."""
+        """Where there is one column only: whether a value is computed from the tile rather than from numbers of
+        rows."""
         if self.computed is not None and value is self.computed[0]:
             return True
         if isinstance(value, BlockArgument) or not isinstance(value, OpResult):

@@ -261,7 +261,8 @@ class _Emitter:
             pointer = epilogue.sum_pointer(value)
             lines += [
                 f"tile.sum_rows({name}, shared, [&](int row, float total) {{",
-                f"  if (row < rows) moesaic::store_one({pointer} + ({first} + row) * {parts}LL + n % kColumnTiles, total);",
+                f"  const long long place = ({first} + row) * {parts}LL + n % kColumnTiles;",
+                f"  if (row < rows) moesaic::store_one({pointer} + place, total);",
                 "});",
             ]
         return lines

@@ -61,7 +61,9 @@ def generate(op: Kernel) -> GeneratedKernel:
     for name, value in epilogue.sums:
         loop += [
             "#pragma unroll",
-            f"  for (int lanes = 16; lanes > 0; lanes /= 2) {name}[i] += __shfl_xor_sync(0xffffffffu, {name}[i], lanes);",
+            "  for (int lanes = 16; lanes > 0; lanes /= 2) {",
+            f"    {name}[i] += __shfl_xor_sync(0xffffffffu, {name}[i], lanes);",
+            "  }",
             f"  if (lane == 0) moesaic::store_one({epilogue.sum_pointer(value)} + slot, {name}[i]);",
         ]
     body = [

@@ -1,8 +1,8 @@
 """The gradient of a weight: from a ``launch.kernel`` of that template to CUDA text.
 
-Persistent blocks go over the tiles of every expert's matrix; the sum of a tile is over the expert's rows, so that an expert
-without any writes zeros at once. Sums of an operand's rows, the gradient of a bias, are taken by the blocks that have the
-first tile beside them, from rows that lie in the cache.
+Persistent blocks go over the tiles of every expert's matrix; the sum of a tile is over the expert's rows, so that an
+expert without any writes zeros at once. Sums of an operand's rows, the gradient of a bias, are taken by the blocks
+that have the first tile beside them, from rows that lie in the cache.
 """
 
 from __future__ import annotations
@@ -166,7 +166,8 @@ class _Emitter:
             "    float values[Tile::kVector];",
             "#pragma unroll",
             f"    for (int v = 0; v < Tile::kVector; ++v) values[v] = {expression};",
-            f"    moesaic::store_columns<Tile::kVector, {align}, {whole}>(out_row + column, kColumns - column, values);",
+            "    const int left = kColumns - column;",
+            f"    moesaic::store_columns<Tile::kVector, {align}, {whole}>(out_row + column, left, values);",
             "  }",
             "}",
         ]

@@ -5,8 +5,8 @@ With s a number a row:
 - ``linear(s x)`` becomes ``s linear(x)`` where x is gathered: its rows are then read where they are.
 - ``wgrad(s a, b)`` becomes ``wgrad(a, s b)`` where a is gathered and b is not.
 - ``row.sum(x * linear(a))`` becomes ``row.sum(linear_transposed(x) * a)``, in backward, where the transposed product is
-  computed anyway: the gradient of a weight needs no output of the product. A vector that was added to the product leaves a
-  sum of its own.
+  computed anyway: the gradient of a weight needs no output of the product. A vector that was added to the product
+  leaves a sum of its own.
 
 In exact arithmetic nothing changes; one rounding of s x to the storage type is saved.
 """

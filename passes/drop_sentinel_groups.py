@@ -1,13 +1,13 @@
 """``drop-sentinel-groups``: no pick whose expert is not here reaches a product.
 
-A pick that is no expert has no slot, so it costs no row, no product and no traffic, forward and backward. The pass makes
-that hold, and checks that it does:
+A pick that is no expert has no slot, so it costs no row, no product and no traffic, forward and backward. The pass
+makes that hold, and checks that it does:
 
 - picks that may hold any number go through ``row.given``, which makes -1 of every one outside [0, E);
 - values of slots are read, from outside of slots, only by ops that know which rows are dead.
 
-Source of the rule: expert parallelism in transformers, where an id that is not here is E_local, and unwritten rows behind
-the last group leaked into the gradients of weights and inputs.
+Source of the rule: expert parallelism in transformers, where an id that is not here is E_local, and unwritten rows
+behind the last group leaked into the gradients of weights and inputs.
 """
 
 from __future__ import annotations

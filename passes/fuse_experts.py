@@ -1,9 +1,9 @@
 """``fuse-experts``: dispatch, products with prologue and epilogue, combine, and what is left, become kernels.
 
-A value that has to lie in memory (an operand of a product or of combine, a result, what backward keeps) is written by the
-latest product or combine it depends on; if it depends on none, by a product that has what it is computed from at hand, and
-else by a ``kernel.slot_rows``. Whatever else is elementwise is computed again wherever it is needed. A gather in front of a
-product is its prologue: rows are read where they are.
+A value that has to lie in memory (an operand of a product or of combine, a result, what backward keeps) is written by
+the latest product or combine it depends on; if it depends on none, by a product that has what it is computed from at
+hand, and else by a ``kernel.slot_rows``. Whatever else is elementwise is computed again wherever it is needed. A
+gather in front of a product is its prologue: rows are read where they are.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """``save-products``: forward hands over what backward must not compute twice: a dispatch, and products.
 
-A product leaves in the storage type of its operands, before anything elementwise is done with it: that is computed again
-in the epilogue which needs it, from bytes that are loaded anyway. With ``recompute=h`` backward computes products again,
-too, and only the dispatch is kept.
+A product leaves in the storage type of its operands, before anything elementwise is done with it: that is computed
+again in the epilogue which needs it, from bytes that are loaded anyway. With ``recompute=h`` backward computes
+products again, too, and only the dispatch is kept.
 """
 
 from __future__ import annotations

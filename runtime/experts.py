@@ -37,12 +37,12 @@ def _layer(
 class CompiledExperts:
     """Experts that run on tensors.
 
-    Call it with x [..., H], the picks [..., K] (int16, int32 or int64; an id outside [0, E) is not here), the weights of
-    picks [..., K] (float32, or the type of x), and the matrices as declared; biases follow, or go by name. The result is
-    [..., H] in the type of x, or a tuple with a field for each of ``outputs`` if others than ``hidden`` were declared.
-    Gradients flow to x, the weights of picks, the matrices and the biases; every one that is asked for is given, zeros
-    where no token went. K is that of each call. Under autocast, x, matrices and biases are cast to its type.
-    """
+    Call it with x [..., H], the picks [..., K] (int16, int32 or int64; an id outside [0, E) is not here), the weights
+    of picks [..., K] (float32, or the type of x), and the matrices as declared; biases follow, or go by name. The
+    result is [..., H] in the type of x, or a tuple with a field for each of ``outputs`` if others than ``hidden`` were
+    declared. Gradients flow to x, the weights of picks, the matrices and the biases; every one that is asked for is
+    given, zeros where no token went. K is that of each call. Under autocast, x, matrices and biases are cast to its
+    type."""
 
     def __init__(self, declared: Experts, target: Target | None, backend: str) -> None:
         self._declared = declared

@@ -29,8 +29,8 @@ PRODUCT = 2.0**-20
 """Of the largest value, for float32: sums of a few hundred products, and an activation between two of them."""
 
 ROUNDED = {torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
-"""Of the largest value: operands are rounded between products (2^-9 and 2^-12 each), and errors of a sum of n add up like
-the root of n where the values do."""
+"""Of the largest value: operands are rounded between products (2^-9 and 2^-12 each), and errors of a sum of n add up
+like the root of n where the values do."""
 
 # ----------------------------------------------------------------------------------------------------------------------
 
