@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from moesaic.codegen.target import Target
 from moesaic.ir.errors import EmulationError
 from moesaic.runtime import driver
 from moesaic.runtime.emulator import FORWARD, REVERSE, Buffer, build
+from moesaic.runtime.kernels import NVRTC_OPTIONS
 
 ORDERS = (FORWARD, REVERSE, 1, 2, 3)
 Run = Callable[..., np.ndarray]
@@ -33,12 +35,15 @@ def emulate(
     grid: tuple[int, int] = (1, 1),
     block: int = 32,
     order: int = FORWARD,
+    shared_bytes: int = 0,
+    include_dirs: Sequence[Path] | None = None,
 ) -> np.ndarray:
     """Runs a kernel of parameters (inputs..., out, scalars...) on the CPU; returns `out`."""
-    kernel = build(source, name, nvrtc.helper_include_dirs())
+    kernel = build(source, name, include_dirs or nvrtc.helper_include_dirs())
     buffers = [Buffer(x.ctypes.data, x.nbytes, f"input{i}", False) for i, x in enumerate(inputs)]
     buffers.append(Buffer(out.ctypes.data, out.nbytes, "out"))
-    kernel.launch((*grid, 1), (block, 1, 1), [*(b.address for b in buffers), *scalars], buffers=buffers, order=order)
+    args = [*(b.address for b in buffers), *scalars]
+    kernel.launch((*grid, 1), (block, 1, 1), args, shared_bytes=shared_bytes, buffers=buffers, order=order)
     return out
 
 
@@ -52,7 +57,9 @@ def run_in_every_order(*args: object, **options: object) -> np.ndarray:
 
 @functools.cache
 def loaded(source: str, name: str, ordinal: int) -> driver.Module:
-    compiled = nvrtc.compile_source(source, name=name, target=driver.device_target(ordinal))
+    compiled = nvrtc.compile_source(
+        source, name=name, target=driver.device_target(ordinal), extra_options=NVRTC_OPTIONS
+    )
     return driver.Module.load(compiled.cubin, name, ordinal)
 
 
@@ -64,6 +71,7 @@ def run_on_gpu(
     scalars: Sequence[int] = (),
     grid: tuple[int, int] = (1, 1),
     block: int = 32,
+    shared_bytes: int = 0,
 ) -> np.ndarray:
     """Runs the same kernel on the current GPU."""
     import torch
@@ -73,7 +81,7 @@ def run_on_gpu(
     args = driver.Arguments(["ptr"] * len(held) + ["i32"] * len(scalars))
     args.pack(*(x.data_ptr() for x in held), *scalars)
     stream = torch.cuda.current_stream().cuda_stream
-    loaded(source, name, ordinal).kernel.launch((*grid, 1), (block, 1, 1), 0, stream, args)
+    loaded(source, name, ordinal).kernel.launch((*grid, 1), (block, 1, 1), shared_bytes, stream, args)
     torch.cuda.synchronize()
     out.reshape(-1).view(np.uint8)[:] = held[-1].cpu().numpy()
     return out

@@ -130,12 +130,12 @@ __device__ __forceinline__ void sum_rows_of_tile(const float (&own)[kOwnRows], c
     }
   } else {
     float* const partial = static_cast<float*>(shared);  // [Grid::kColumns][kM]
-    __syncthreads();
+    __syncthreads();  // whoever used shared memory before is done with it
 #pragma unroll
     for (int i = 0; i < kOwnRows; ++i) {
       if (first_lane) partial[Grid::column() * Shape::kM + rows[i]] = sums[i];
     }
-    __syncthreads();
+    __syncthreads();  // the sums of all warps are there
     for (int r = threadIdx.x; r < Shape::kM; r += Shape::kThreads) {
       float total = partial[r];
 #pragma unroll
