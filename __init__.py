@@ -35,6 +35,9 @@ _TABLE: dict[str, str] = {
     "pooled_load_balance": "moesaic.runtime.functional:pooled_load_balance",
     "update_bias": "moesaic.runtime.functional:update_bias",
     "load_metrics": "moesaic.runtime.functional:load_metrics",
+    # the way of tokens to experts and back
+    "dispatch": "moesaic.runtime.dispatch:dispatch",
+    "combine": "moesaic.runtime.dispatch:combine",
     # Transformer Engine's names
     "te": "moesaic.te",
     # errors
@@ -56,6 +59,7 @@ if TYPE_CHECKING:
     from moesaic.ir.losses import Entropy, LoadBalance, ZLoss
     from moesaic.ir.parser import parse
     from moesaic.runtime.compile import compile
+    from moesaic.runtime.dispatch import combine, dispatch
     from moesaic.runtime.functional import (
         entropy_loss,
         load_balance_loss,

@@ -117,6 +117,10 @@ class Parameters:
         """Elements between the rows of the matrices [E, m, n] of an operand."""
         return self._ask("inner_stride", index, f"{self.given(index).name}_row_stride", "long long ", "")
 
+    def rows(self, index: int, name: str) -> str:
+        """The number of rows of an operand."""
+        return self._ask("rows", index, name, "long long ", "", keep=True)
+
     def tokens(self) -> str:
         """T."""
         return self._ask("tokens", -1, "tokens", "long long ", "", keep=True)

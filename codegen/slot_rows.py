@@ -1,16 +1,17 @@
-"""Elementwise ops and sums of rows over slots that no product has at hand: a warp a row."""
+"""Elementwise ops and sums of rows over slots that no product has at hand: a warp a row, zeros in dead ones."""
 
 from __future__ import annotations
 
 from moesaic.codegen.epilogue import Epilogue, Parameters, columns_of, indented
 from moesaic.codegen.kernel import GeneratedKernel
 from moesaic.codegen.render import banner, render
-from moesaic.codegen.row_program import Line
+from moesaic.codegen.row_program import STORAGE, Line
+from moesaic.ir.core import Block, Value
+from moesaic.ir.errors import UnsupportedError
 from moesaic.ir.ops import slot
 from moesaic.ir.ops.launch import Kernel
 
-_WARP = 32
-_VECTOR_BYTES = 16
+_BYTES_OF_A_LANE = 32
 
 
 def generate(op: Kernel) -> GeneratedKernel:
@@ -22,33 +23,32 @@ def generate(op: Kernel) -> GeneratedKernel:
     parameters = Parameters(op)
     region = parameters.region
     threads = int(op.configuration["threads"])
-    counts, offsets = region.arguments[-2:]
-    rows = [
-        v for o in region.ops for v in (*o.operands, *o.results) if v.type.rank == 2 and v.type.leading == slot.SLOTS
-    ]
+    rows = [v for o in region.ops for v in (*o.operands, *o.results) if v.type.rank == 2]
+    rows = [v for v in rows if v.type.leading == slot.SLOTS]
     halves = any(isinstance(o, slot.Split | slot.Join) for o in region.ops)
     columns = max(columns_of(v) for v in rows) // (2 if halves else 1)
     size = max(v.type.dtype.bytes for v in rows)
-    vector = next(n for n in (8, 4, 2, 1) if n * size <= 2 * _VECTOR_BYTES and (columns % n == 0 or n == 1))
-    counts_ptr, offsets_ptr = (parameters.pointer(parameters.index(v)) for v in (counts, offsets))
-    parameters.taken |= {"row_tile", "rows", "first_slot"}
+    vector = next(n for n in (8, 4, 2, 1) if n * size <= _BYTES_OF_A_LANE and (columns % n == 0 or n == 1))
+    live = parameters.index(_live(op, region))
+    parameters.taken |= {"lane", "slots"}
+    slots = parameters.rows(live, "slots")
+    live_ptr = parameters.pointer(live)
     epilogue = Epilogue(parameters, columns, vector, None)
     epilogue.emit([])
-    loop = [
-        "for (long long n = blockIdx.x; n < first_tile[kExperts]; n += gridDim.x) {",
-        "  const int row_tile = static_cast<int>(n);",
-        "  const int expert = moesaic::expert_of_tile<kExperts>(first_tile, row_tile);",
-        "  const int row = (row_tile - first_tile[expert]) * kTileRows + threadIdx.x / 32;",
-        f"  if (row >= moesaic::load_one({counts_ptr} + expert)) continue;",
-        f"  const long long slot = moesaic::load_one({offsets_ptr} + expert) + row;",
-        "  constexpr int i = 0;  // a thread has one row at a time",
+    body = [
+        "const int lane = threadIdx.x % 32;",
+        "constexpr int i = 0;  // a warp has one row at a time",
+        "const long long first = static_cast<long long>(blockIdx.x) * kRows + threadIdx.x / 32;",
+        f"for (long long slot = first; slot < {slots}; slot += static_cast<long long>(gridDim.x) * kRows) {{",
+        *indented(_dead(parameters, live_ptr), 2),
+        *indented(_expert(parameters), 2),
         *(f"  float {name}[1] = {{}};" for name, _ in epilogue.sums),
         *indented(epilogue.for_row, 2),
     ]
     if epilogue.row_stores:
-        loop += ["  if (lane == 0) {", *indented(epilogue.row_stores, 4), "  }"]
+        body += ["  if (lane == 0) {", *indented(epilogue.row_stores, 4), "  }"]
     if epilogue.loads or epilogue.lines:
-        loop += [
+        body += [
             "  for (int column = lane * kVector; column < kColumns; column += 32 * kVector) {",
             *indented(epilogue.loads, 4),
             "#pragma unroll",
@@ -59,20 +59,14 @@ def generate(op: Kernel) -> GeneratedKernel:
             "  }",
         ]
     for name, value in epilogue.sums:
-        loop += [
+        body += [
             "#pragma unroll",
             "  for (int lanes = 16; lanes > 0; lanes /= 2) {",
             f"    {name}[i] += __shfl_xor_sync(0xffffffffu, {name}[i], lanes);",
             "  }",
             f"  if (lane == 0) moesaic::store_one({epilogue.sum_pointer(value)} + slot, {name}[i]);",
         ]
-    body = [
-        f"__shared__ int first_tile[kExperts + 1 + kThreads / {_WARP}];",
-        f"moesaic::count_row_tiles<kExperts, kTileRows, kThreads>({counts_ptr}, first_tile);",
-        "const int lane = threadIdx.x % 32;",
-        *loop,
-        "}",
-    ]
+    experts = _experts(region)
     source = render(
         "over_tiles.cu.j2",
         {
@@ -82,14 +76,54 @@ def generate(op: Kernel) -> GeneratedKernel:
             "bounds": "",
             "constants": [
                 Line("kThreads", str(threads)),
-                Line("kExperts", str(counts.type.shape[0])),
+                *([Line("kExperts", str(experts))] if experts else []),
                 Line("kColumns", str(columns), why="of each half" if halves else ""),
                 Line("kVector", str(vector), why="neighbouring columns of a thread"),
-                Line("kTileRows", "kThreads / 32"),
+                Line("kRows", "kThreads / 32"),
             ],
             "aliases": [],
             "parameters": parameters.lines,
-            "body": indented(body, 2),
+            "body": indented([*body, "}"], 2),
         },
     )
     return GeneratedKernel(op.symbol, source, tuple(parameters.arguments), threads, 1, "device")
+
+
+def _live(op: Kernel, region: Block) -> Value:
+    """What says which slots are in use: tokens or picks of slots, which are -1 where one is not."""
+    for inner in region.ops:
+        if isinstance(inner, slot.Gather | slot.ExpertRows):
+            return inner.tokens
+        if isinstance(inner, slot.OfPick):
+            return inner.picks
+    raise UnsupportedError(f"{op.symbol}: nothing in the region says which rows are in use")
+
+
+def _dead(parameters: Parameters, live: str) -> list[str]:
+    """Zeros in every result of a row that is not in use."""
+    lines = [f"if (moesaic::load_one({live} + slot) < 0) {{"]
+    for number, value in enumerate(parameters.region.terminator.operands):
+        index = parameters.op.reads + number
+        element = STORAGE[value.type.dtype]
+        columns = columns_of(value)
+        zero = f"moesaic::from_float<{element}>(0.0f)"
+        where = f"{parameters.pointer(index)} + slot * {columns}LL"
+        lines.append(f"  for (int c = lane; c < {columns}; c += 32) moesaic::store_one({where} + c, {zero});")
+    return [*lines, "  continue;", "}"]
+
+
+def _expert(parameters: Parameters) -> list[str]:
+    for op in parameters.region.ops:
+        if isinstance(op, slot.ExpertRows):
+            offsets = parameters.pointer(parameters.index(op.offsets))
+            return [f"const int expert = moesaic::expert_of_slot<kExperts>({offsets}, slot);"]
+    return []
+
+
+def _experts(region: Block) -> int:
+    for op in region.ops:
+        if isinstance(op, slot.ExpertRows):
+            experts = op.x.type.shape[0]
+            assert isinstance(experts, int)
+            return experts
+    return 0

@@ -252,13 +252,8 @@ class _Fusion:
                 widest = max((leaf.type.shape[1] for leaf in self._leaves(value)), key=str, default=1)
                 homeless.setdefault((value.type.shape[0], widest), []).append(value)
         for values in homeless.values():
-            outlines.append(_Outline(kernel.SlotRows, values, in_memory - set(values), self._groups()))
+            outlines.append(_Outline(kernel.SlotRows, values, in_memory - set(values)))
         return outlines
-
-    def _groups(self) -> list[Value]:
-        """Counts and offsets of the dispatch."""
-        found = next(op for op in self.body.ops if isinstance(op, slot.GroupedLinear | slot.GroupedWgrad))
-        return [found.counts, found.offsets]
 
     def _last(self, value: Value) -> Value:
         """A value after the casts that only it goes through."""
@@ -277,7 +272,6 @@ class _Outline:
         kind: type[kernel.Region],
         values: Sequence[Value],
         in_memory: Iterable[Value],
-        last_reads: Sequence[Value] = (),
     ) -> None:
         self.kind = kind
         self.values = list(values)
@@ -302,7 +296,7 @@ class _Outline:
         for value in self.values:
             visit(value)
         self.ops = list(ops)
-        self.reads = [*(v for v in reads if v not in last_reads), *last_reads]
+        self.reads = list(reads)
 
     def make(self, memory: dict[Value, Value]) -> Sequence[Value]:
         region = Block()

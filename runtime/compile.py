@@ -85,7 +85,7 @@ class Input(NamedTuple):
         name: of it.
         text: its type, for messages.
         kind: ``rows`` (one for each token), ``sequences`` (one for each sequence; made from the shape of the logits if
-            it is not given), ``vector`` or ``number``.
+            it is not given), ``slots`` (one for each slot), ``vector`` or ``number``.
         columns: its shape, without the axis of tokens.
         dtype: what it has to be.
         type_name: the same, as users write it.
@@ -100,7 +100,7 @@ class Input(NamedTuple):
 
     @classmethod
     def of(cls, name: str, declared: TensorType) -> Input:
-        kinds = {"T": "rows", "N": "sequences"}
+        kinds = {"T": "rows", "N": "sequences", "M": "slots"}
         kind = kinds.get(declared.leading, "vector" if declared.rank else "number")
         columns = tuple(d for d in declared.shape if isinstance(d, int))
         return cls(name, str(declared), kind, columns, TORCH_DTYPES[declared.dtype], declared.dtype.public_name)
@@ -710,6 +710,8 @@ def _checked(wanted: Input, given: object, rows: torch.Tensor, leading: tuple[in
         raise InputTypeError(f"{name} must be a tensor, found {type(given).__name__}")
     has_rows = wanted.kind in ("rows", "sequences")
     expected = [*leading, *wanted.columns] if has_rows else [*wanted.columns]
+    if wanted.kind == "slots":
+        expected = [*given.shape[:1], *wanted.columns]
     if list(given.shape) != expected:
         raise InputError(f"{name} must have shape {expected}, found {list(given.shape)}")
     if wanted.kind == "rows" and len(leading) != 1:

@@ -231,7 +231,6 @@ class ToPicks(Region):
 
 
 class SlotRows(Region):
-    """Gathers, elementwise ops and sums of rows over slots. The last two operands are the dispatch's counts and
-    offsets, which say what rows there are."""
+    """Gathers, elementwise ops and sums of rows over slots; zeros in rows that are dead."""
 
     name = "kernel.slot_rows"

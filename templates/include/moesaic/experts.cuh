@@ -57,4 +57,19 @@ __device__ __forceinline__ int expert_of_tile(const int* first, int tile) {
   return low;
 }
 
+// The expert that a slot in use belongs to, from the first slots of all.
+template <int kExperts>
+__device__ __forceinline__ int expert_of_slot(const int* offsets, long long slot) {
+  int low = 0, high = kExperts;  // offsets[low] <= slot < offsets[high]
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    if (load_one(offsets + middle) <= slot) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
 }  // namespace moesaic
