@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moesaic.codegen import col_finish, dispatch, product, row_program, slot_rows, wgrad
+from moesaic.codegen import col_finish, combine, dispatch, product, row_program, slot_rows, to_picks, wgrad
 from moesaic.codegen.kernel import GeneratedKernel
 from moesaic.ir.core import Function
 from moesaic.ir.ops.launch import Kernel
@@ -15,6 +15,8 @@ _FAMILIES = {
     "dispatch_scatter": dispatch.generate_scatter,
     "product": product.generate,
     "wgrad": wgrad.generate,
+    "combine": combine.generate,
+    "to_picks": to_picks.generate,
     "slot_rows": slot_rows.generate,
 }
 

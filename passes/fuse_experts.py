@@ -52,6 +52,8 @@ class _Fusion:
         """Where values lie, once the kernel that writes them is made."""
         self.made: list[Op] = []
         self.wgrad_sums: dict[Op, list[Op]] = {}
+        self.shared: set[Value] = set()
+        """Products that other kernels read, as they lie in memory."""
 
     def run(self) -> None:
         self._store_operands()
@@ -107,6 +109,8 @@ class _Fusion:
             op = _op(value)
             need(op.x if isinstance(op, slot.Gather) else value)
 
+        for value in self.shared:
+            need(value)
         for op in self.body.ops:
             if isinstance(op, _PRODUCTS):
                 operand(op.x)
@@ -214,6 +218,7 @@ class _Fusion:
         with inserting_before(self.body, after):
             stored = slot.stored(result, product.x.type.dtype)
             read = create_one("math.cast", stored, dtype=result.type.dtype.value)
+        self.shared.add(stored)
         kept = {_op(stored), _op(read)}
         for op in self.body.ops:
             if op not in kept:
