@@ -9,9 +9,13 @@ import sys
 
 import pytest
 import torch
+from expert_calls import EXPERT_BACKENDS, run_experts
 from routing import BACKENDS, DIGITS, EXACT, GRADIENT, INF, assert_close, assert_same, assert_zero, device_of, run
 
 import moesaic as mo
+from moesaic.ir.builder import Builder
+from moesaic.ir.experts import ClampedSwiGLU, Experts
+from moesaic.runtime.reference import evaluate
 
 LN2, LN3 = math.log(2), math.log(3)
 
@@ -213,6 +217,160 @@ def test_gradients_of_two_outputs_add_up(backend: str) -> None:
         torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
         parts.append(leaf.grad)
     assert_close("gradient", parts[0], parts[1] + parts[2], GRADIENT)
+
+
+# Experts --------------------------------------------------------------------------------------------------------------
+
+EVERY_EXPERT_BACKEND = pytest.mark.parametrize("backend", EXPERT_BACKENDS)
+
+
+def feed(
+    backend: str, experts: Experts, x: list[list[float]], ids: list[list[int]], weights: list[list[float]], **learned
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """(hidden, inputs): every float input takes a gradient, and has that of `hidden.sum()`."""
+    inputs = {n: torch.tensor(v, dtype=torch.float32).requires_grad_() for n, v in learned.items()}
+    inputs |= {"x": torch.tensor(x).requires_grad_(), "weights": torch.tensor(weights).requires_grad_()}
+    indices = torch.tensor(ids, dtype=torch.int32)
+    hidden = run_experts(experts, {**inputs, "indices": indices}, backend)["hidden"]
+    hidden.sum().backward()
+    return hidden.detach(), inputs
+
+
+def dispatched(ids: list[list[int]], experts: int) -> dict[str, list]:
+    b = Builder("dispatch")
+    names = ("counts", "offsets", "tokens", "picks", "slots", "dropped")
+    made = b.op("slot.dispatch", b.input("ids", f"tensor<Tx{len(ids[0])}xi32>"), experts=experts)
+    results = evaluate(b.build(**dict(zip(names, made))).entry, {"ids": torch.tensor(ids, dtype=torch.int32)})
+    return {name: r.tolist() for name, r in zip(names, results)}
+
+
+def linear_experts(experts: int, hidden: int = 1) -> Experts:
+    """Two products and nothing between."""
+    return Experts(experts, hidden, hidden, gated=False, activation="identity")
+
+
+ONES = {"up_proj": [[[1.0]], [[1.0]]], "down_proj": [[[1.0]], [[1.0]]]}
+
+
+@EVERY_EXPERT_BACKEND
+def test_minus_one_is_no_row(backend: str) -> None:
+    """Sorted as a number it would come first, and shift the rows of all experts."""
+    ids = [[0, -1], [1, 0], [-1, -1], [-1, 1]]
+    d = dispatched(ids, 2)
+    assert (d["counts"], d["offsets"]) == ([2, 2], [0, 2, 4])
+    assert d["tokens"][:4] == [0, 1, 1, 3]
+    assert d["slots"] == [[0, -1], [2, 1], [-1, -1], [-1, 3]]
+    y, given = feed(backend, linear_experts(2), [[1.0], [2], [3], [4]], ids, [[1.0, 1]] * 4, **ONES)
+    assert y.tolist() == [[1], [4], [0], [4]]
+    assert given["weights"].grad.tolist() == [[1, 0], [2, 2], [0, 0], [0, 4]]
+    assert given["x"].grad.tolist() == [[1], [2], [0], [1]]
+
+
+@EVERY_EXPERT_BACKEND
+def test_the_number_of_experts_is_no_expert(backend: str) -> None:
+    """It marks picks of other devices, just as -1 does."""
+    d = dispatched([[2, 0], [1, 2]], 2)
+    assert (d["counts"], d["slots"]) == ([1, 1], [[-1, 0], [1, -1]])
+    assert d == dispatched([[-1, 0], [1, -1]], 2)
+    results = [
+        feed(backend, linear_experts(2), [[1.0], [2]], ids, [[1.0, 1]] * 2, **ONES)
+        for ids in ([[2, 0], [1, 2]], [[-1, 0], [1, -1]])
+    ]
+    for y, given in results:
+        assert y.tolist() == [[1], [2]]
+        assert given["weights"].grad.tolist() == [[0, 1], [2, 0]]
+
+
+@EVERY_EXPERT_BACKEND
+def test_an_expert_may_be_picked_twice_by_one_token(backend: str) -> None:
+    learned = {"gate_up_proj": [[[9.0], [9]], [[1.0], [3]]], "down_proj": [[[9.0]], [[5.0]]]}
+    y, given = feed(backend, Experts(2, 1, 1), [[1.0]], [[1, 1]], [[0.25, 0.5]], **learned)
+    expert = 5 * 3 / (1 + math.exp(-1))  # silu(1) 3 5
+    assert_close("hidden", y, torch.tensor([[0.75 * expert]]), EXACT)
+    assert_close("gradient of the weights", given["weights"].grad, torch.tensor([[expert, expert]]), EXACT)
+    assert_close("gradient", given["down_proj"].grad, torch.tensor([[[0.0]], [[0.75 * expert / 5]]]), EXACT)
+
+
+@EVERY_EXPERT_BACKEND
+def test_an_expert_that_is_not_picked_may_be_infinite(backend: str) -> None:
+    """A pick from elsewhere that became expert 0 with weight 0 would give 0 times infinity."""
+    learned = {"up_proj": [[[INF]], [[2.0]]], "down_proj": [[[INF]], [[3.0]]]}
+    y, given = feed(backend, linear_experts(2), [[1.0]], [[-1, 1]], [[0.5, 0.5]], **learned)
+    assert y.tolist() == [[3.0]]
+    assert dispatched([[-1, 1]], 2)["counts"] == [0, 1]
+    assert given["weights"].grad.tolist() == [[0, 6]]
+    assert given["x"].grad.tolist() == [[3]]
+    for name in learned:
+        assert given[name].grad[0].tolist() == [[0]]
+
+
+@EVERY_EXPERT_BACKEND
+@pytest.mark.parametrize(
+    ("gate", "up", "gating", "expected"),
+    [
+        (8.0, -9.0, None, -71.97585),
+        (8.0, -9.0, ClampedSwiGLU(7.0, 1.702, 1.0), -41.99972),
+        (-8.0, 9.0, ClampedSwiGLU(7.0, 1.702, 1.0), -7.8131e-5),  # a gate has no lower bound
+    ],
+)
+def test_activations_are_declared(backend: str, gate: float, up: float, gating: object, expected: float) -> None:
+    def run_with(first: list[float], **options) -> torch.Tensor:
+        experts = Experts(1, 1, len(first) // 2, gating=gating, **options)
+        learned = {"gate_up_proj": [[[v] for v in first]], "down_proj": [[[1.0] * (len(first) // 2)]]}
+        return feed(backend, experts, [[1.0]], [[0]], [[1.0]], **learned)[0]
+
+    assert_close("hidden", run_with([gate, up]), torch.tensor([[expected]]), DIGITS)
+    assert abs(run_with([up, gate]).item() - expected) > 1e-4
+    # Of two columns, halves are [g g u u], and in turn [g u g u]; each read as the other is another number.
+    halves, in_turn = [gate, gate, up, up], [gate, up, gate, up]
+    assert_close("halves", run_with(halves), torch.tensor([[2 * expected]]), DIGITS)
+    assert_close("in turn", run_with(in_turn, interleaved=True), torch.tensor([[2 * expected]]), DIGITS)
+    assert abs(run_with(halves, interleaved=True).item() - 2 * expected) > 1e-4
+    assert abs(run_with(in_turn).item() - 2 * expected) > 1e-4
+
+
+@EVERY_EXPERT_BACKEND
+@pytest.mark.parametrize(("weight_on", "expected"), [("output", 1.76159), ("input", 0.73106), ("middle", 1.76159)])
+def test_a_weight_counts_once(backend: str, weight_on: str, expected: float) -> None:
+    """On both sides it would give 0.36553."""
+    learned = {"gate_up_proj": [[[1.0], [1]]], "down_proj": [[[1.0]]]}
+    y, _ = feed(backend, Experts(1, 1, 1, weight_on=weight_on), [[2.0]], [[0]], [[0.5]], **learned)
+    assert_close("hidden", y, torch.tensor([[expected]]), DIGITS)
+
+
+@EVERY_EXPERT_BACKEND
+@pytest.mark.parametrize("align", [1, 16, 128])
+@pytest.mark.parametrize("sizes", [(128, 130, 65), (64, 0, 64)])
+def test_every_row_meets_its_own_expert(backend: str, sizes: tuple[int, ...], align: int) -> None:
+    """Groups end inside tiles; expert g multiplies by g + 1."""
+    experts = Experts(3, 4, 4, gated=False, activation="identity", align=align)
+    ids = torch.arange(3).repeat_interleave(torch.tensor(sizes))
+    ids = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(3))]
+    x = torch.randint(1, 9, (len(ids), 4), generator=torch.Generator().manual_seed(4)).float()
+    scaled = [((g + 1.0) * torch.eye(4)).tolist() for g in range(3)]
+    learned = {"up_proj": scaled, "down_proj": [torch.eye(4).tolist()] * 3}
+    y, given = feed(backend, experts, x.tolist(), ids.unsqueeze(1).tolist(), [[1.0]] * len(ids), **learned)
+    assert torch.equal(y, x * (ids + 1.0).unsqueeze(1))
+    assert torch.equal(given["x"].grad, (ids + 1.0).unsqueeze(1).expand(-1, 4))
+    sums = torch.stack([x[ids == g].sum(0) for g in range(3)])
+    assert torch.equal(given["up_proj"].grad, sums.unsqueeze(1).expand(-1, 4, -1))
+
+
+@EVERY_EXPERT_BACKEND
+@pytest.mark.parametrize("tokens", [3, 0])
+def test_experts_without_tokens_have_gradients_of_zero(backend: str, tokens: int) -> None:
+    experts = Experts(4, 2, 3, bias=True)
+    generator = torch.Generator().manual_seed(1)
+    shapes = {"gate_up_proj": (4, 6, 2), "down_proj": (4, 2, 3), "gate_up_proj_bias": (4, 6), "down_proj_bias": (4, 2)}
+    inputs = {n: torch.randn(s, generator=generator).requires_grad_() for n, s in shapes.items()}
+    inputs |= {"x": torch.randn(tokens, 2).requires_grad_(), "weights": torch.ones(tokens, 1).requires_grad_()}
+    indices = torch.zeros(tokens, 1, dtype=torch.int32)
+    run_experts(experts, {**inputs, "indices": indices}, backend)["hidden"].sum().backward()
+    for name, values in inputs.items():
+        assert values.grad is not None and values.grad.shape == values.shape, name
+    for name in shapes:
+        assert_zero(f"gradient of {name}", inputs[name].grad[1:])
+        assert bool(inputs[name].grad[0].any()) == (tokens > 0)
 
 
 # What was built, and what ran -----------------------------------------------------------------------------------------

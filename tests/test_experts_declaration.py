@@ -64,7 +64,7 @@ def by_pick(case: Case, inputs: Mapping[str, torch.Tensor]) -> tuple[torch.Tenso
     counts, dropped = [0] * e.num_experts, 0
     bound = len(ids) * TOP_K
     if e.capacity is not None:
-        bound = min(len(ids), math.ceil(e.capacity * len(ids) * TOP_K / e.num_experts))
+        bound = min(len(ids), math.ceil(e.capacity * (len(ids) * TOP_K) / e.num_experts))
     rows = []
     for token, picks in enumerate(ids):
         row = torch.zeros(e.hidden, dtype=x.dtype)
@@ -371,7 +371,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("options", "message"), REFUSED, ids=[f"{o}" for o, _ in REFUSED])
+@pytest.mark.parametrize(("options", "message"), REFUSED, ids=[message for _, message in REFUSED])
 def test_what_has_no_meaning_is_refused_when_declared(options: dict[str, Any], message: str) -> None:
     sizes = {"num_experts": 5, "hidden": 11, "intermediate": 6}
     with pytest.raises(InputError) as caught:

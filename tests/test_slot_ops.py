@@ -148,7 +148,7 @@ def by_hand(
 ) -> Slots:
     """Gives slots one pick after the other."""
     tokens = len(ids)
-    bound = min(tokens, math.ceil(capacity * tokens * top_k / experts)) if capacity else tokens * top_k
+    bound = min(tokens, math.ceil(capacity * (tokens * top_k) / experts)) if capacity else tokens * top_k
     queues: list[list[int]] = [[] for _ in range(experts)]
     dropped = 0
     for pick, expert in enumerate(itertools.chain.from_iterable(ids)):
