@@ -81,8 +81,11 @@ class Case:
 
     @property
     def shared_bytes(self) -> int:
-        if self.tile == "SimtTile":  # floats, in rows of whole 32
-            return 4 * self.stages * self.k * (-(-self.m // 32) * 32 + -(-self.parts * self.n // 32) * 32)
+        if self.tile == "SimtTile":  # floats, in rows of whole 32; gaps where lines lie along
+            floats = self.k * (-(-self.m // 32) * 32 + -(-self.parts * self.n // 32) * 32)
+            for across, align in ((self.left_across, self.left_align), (self.right_across, self.right_align)):
+                floats += 0 if across else max(32, 4 * (self.k * self.size // align))
+            return 4 * self.stages * floats
         return self.size * self.stages * self.k * (self.m + self.parts * self.n)
 
     @property
@@ -386,32 +389,48 @@ def test_simt_tiles_of_any_shape_are_bit_equal(run: Run, dtype: str) -> None:
         np.testing.assert_array_equal(found.y[0].view(np.uint32), expected.view(np.uint32))
 
 
+# MmaTile --------------------------------------------------------------------------------------------------------------
+
+MMA_SHAPES = ((32, 64, 32, 3, 64), (64, 128, 32, 2, 128), (32, 128, 64, 4, 128))
+MMA = [case for dtype in TYPES for case in drawn_cases("MmaTile", dtype, MMA_SHAPES)]
+
+
+@everywhere
+@pytest.mark.parametrize("case", MMA, ids=str)
+def test_mma_tiles(run: Run, case: Case) -> None:
+    check(run, case, MMA)
+
+
 # Mistakes -------------------------------------------------------------------------------------------------------------
 
+DEFAULT_MMA = Case("MmaTile", "bf16", 64, 128, 32, 3, 1, False, True, 16, 16, 128)
 DEFAULT_SIMT = Case("SimtTile", "float", 64, 128, 16, 2, 1, False, True, 16, 16, 256)
+
+DONE = "    __syncthreads();  // whoever used shared memory before is done with it\n"
 
 # What is deleted from which header.
 BARRIERS = {
-    "simt_start": ("tile_simt.cuh", "    __syncthreads();  // whoever used shared memory before is done with it\n"),
-    "simt_step": (
-        "tile_simt.cuh",
-        "      __syncthreads();  // this step is there, and the one before it has been read\n",
-    ),
-    "sums_start": ("tile_common.cuh", "    __syncthreads();  // whoever used shared memory before is done with it\n"),
+    "simt_start": ("tile_simt.cuh", DONE),
+    "simt_step": ("tile_simt.cuh", "      __syncthreads();  // this step is there, and the one before it has been read\n"),
+    "mma_start": ("tile_mma.cuh", DONE),
+    "mma_first": ("tile_mma.cuh", "    __syncthreads();  // the first steps are there\n"),
+    "mma_step": ("tile_mma.cuh", "          __syncthreads();\n"),
+    "mma_wait": ("tile_mma.cuh", "          copy_wait<Shape::kStages - 2>();\n"),
+    "sums_start": ("tile_common.cuh", DONE),
     "sums_partial": ("tile_common.cuh", "    __syncthreads();  // the sums of all warps are there\n"),
 }
 
 
 @pytest.mark.emulate
 @pytest.mark.parametrize("barrier", BARRIERS)
-def test_a_missing_barrier_shows(barrier: str, tmp_path: Path) -> None:
+def test_a_missing_barrier_or_wait_shows(barrier: str, tmp_path: Path) -> None:
     header, line = BARRIERS[barrier]
     (helpers,) = nvrtc.helper_include_dirs()
     shutil.copytree(helpers, tmp_path, dirs_exist_ok=True)
     text = (tmp_path / "moesaic" / header).read_text()
     assert text.count(line) == 1
     (tmp_path / "moesaic" / header).write_text(text.replace(line, ""))
-    case = DEFAULT_SIMT
+    case = DEFAULT_MMA if barrier.startswith("mma") else DEFAULT_SIMT
     size = (70, 130, 4 * case.k)
 
     def wrong(order: int, **options: object) -> bool:
