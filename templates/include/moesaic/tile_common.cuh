@@ -27,8 +27,8 @@ struct TileShape {
   static constexpr int kThreads = kThreads_;
 };
 
-// How the warps of a block share its tile: they form a grid, such that what a warp reads for its part is least.
-// kRowUnit and kColumnUnit are the least that a warp may own of each.
+// How the warps of a block share its tile: they form a grid, such that what a warp reads for its part is least; of equal
+// ones, that with more rows a warp. kRowUnit and kColumnUnit are what a warp owns whole multiples of.
 template <class Shape, int kRowUnit, int kColumnUnit>
 struct WarpGrid {
   static constexpr int kWarps = Shape::kThreads / 32;
@@ -44,7 +44,7 @@ struct WarpGrid {
   static __host__ __device__ constexpr int best() {
     int found = 0;
     for (int columns = 1; columns <= kWarps; ++columns) {
-      if (fits(columns) && (found == 0 || read_by_warp(columns) < read_by_warp(found))) found = columns;
+      if (fits(columns) && (found == 0 || read_by_warp(columns) <= read_by_warp(found))) found = columns;
     }
     return found;
   }

@@ -1,7 +1,7 @@
 // A tile of a product on tensor cores by mma.sync (sm_80 and newer): bf16, half, and float rounded to tf32.
 //
 // Steps of both operands wait in shared memory, kStages of them, each brought by asynchronous copies that start
-// kStages - 1 steps ahead; fragments of the next 16 (tf32: 8) steps are read while the present ones are multiplied.
+// kStages - 1 stages ahead; fragments of the next 16 (tf32: 8) steps are read while the present ones are multiplied.
 // What bounds it is shared memory: a warp of 64 x 64 reads 4 KiB for 32 products of 16 x 8 x 16, one of 64 x 32 reads 3 KiB
 // for 16. So tiles of 128 x 128 are best left to four warps, and those of 128 x 256 to eight.
 #pragma once
@@ -91,10 +91,6 @@ class MmaOperand {
     } else {
       ldmatrix_x4(words, stage + (lane_offset ^ 32 * k) + (part * kRows + 16 * x) * kLineBytes);
     }
-    if constexpr (kSize == 4) {
-#pragma unroll
-      for (int w = 0; w < 4; ++w) words[w] = to_tf32(__uint_as_float(words[w]));
-    }
   }
 
  private:
@@ -138,7 +134,7 @@ class MmaTile {
   static_assert((kWarpRows & (kWarpRows - 1)) == 0 && (kWarpColumns & (kWarpColumns - 1)) == 0,
                 "offsets of fragments are made by exclusive or");
   static constexpr int kSteps = Shape::kK / Product::kDepth;  // products' steps in a stage
-  static_assert(kSteps >= 2 && kSteps % 2 == 0, "fragments alternate between two sets");
+  static_assert(kSteps >= 2 && kSteps % 2 == 0, "the right operand's fragments alternate between two sets");
   static_assert(Shape::kStages >= 2, "one stage is read while others are fetched");
   static constexpr int kStageBytes = Left::kBytes + Right::kBytes;
 
@@ -202,22 +198,42 @@ class MmaTile {
     const int left_offset = Left::lane_offset(Grid::row() * kWarpRows);
     const int right_offset = Right::lane_offset(Grid::column() * kWarpColumns);
     int from = 0;
-    Fragments fragments[2];
-    fragments[0].load(stages + from, left_offset, right_offset, 0);
+    unsigned left_words[kWarpRows / 16][4];
+    RightWords right_words[2];
+    const auto load_left = [&](int x, int k) { Left::load(left_words[x], stages + from, left_offset, 0, x, k); };
+    const auto load_right = [&](int k) {
+      RightWords& words = right_words[k % 2];
+#pragma unroll
+      for (int p = 0; p < kParts; ++p)
+#pragma unroll
+        for (int x = 0; x < kWarpColumns / 16; ++x) {
+          Right::load(words[p][x], stages + from + Left::kBytes, right_offset, p, x, k);
+        }
+    };
+
+    load_right(0);
+#pragma unroll
+    for (int x = 0; x < kWarpRows / 16; ++x) load_left(x, 0);
 #pragma unroll 1
     for (int first = 0; first < depth; first += Shape::kK) {
 #pragma unroll
       for (int k = 0; k < kSteps; ++k) {
-        if (k == kSteps - 1) {
-          from = next_stage(from);
+        const int next = (k + 1) % kSteps;
+        if (next == 0) {
           // The next steps are there, and these have been read: their stage is the next to be filled.
+          from = next_stage(from);
           copy_wait<Shape::kStages - 2>();
           __syncthreads();
         }
-        // At the very end this reads what is not used.
-        fragments[(k + 1) % 2].load(stages + from, left_offset, right_offset, (k + 1) % kSteps);
+        load_right(next);  // at the very end, what is not used
         if (k == 0) fetch();
-        add_products(fragments[k % 2]);
+        round_words(right_words[k % 2]);
+#pragma unroll
+        for (int x = 0; x < kWarpRows / 16; ++x) {
+          round_words(left_words[x]);
+          add_products(x, left_words[x], right_words[k % 2]);
+          load_left(x, next);  // into the same registers: used a whole step later
+        }
       }
     }
   }
@@ -232,44 +248,38 @@ class MmaTile {
   }
 
  private:
-  struct Fragments {
-    unsigned left[kWarpRows / 16][4];
-    unsigned right[kParts][kWarpColumns / 16][4];
-
-    __device__ __forceinline__ void load(const unsigned char* stage, int left_offset, int right_offset, int k) {
-#pragma unroll
-      for (int x = 0; x < kWarpRows / 16; ++x) Left::load(left[x], stage, left_offset, 0, x, k);
-#pragma unroll
-      for (int p = 0; p < kParts; ++p)
-#pragma unroll
-        for (int x = 0; x < kWarpColumns / 16; ++x) {
-          Right::load(right[p][x], stage + Left::kBytes, right_offset, p, x, k);
-        }
-    }
-  };
+  using RightWords = unsigned[kParts][kWarpColumns / 16][4];
 
   static __device__ __forceinline__ int next_stage(int offset) {
     return offset == (Shape::kStages - 1) * kStageBytes ? 0 : offset + kStageBytes;
   }
 
-  __device__ __forceinline__ void add_products(const Fragments& fragments) {
+  // As products want it: words of floats are rounded, just before they are used.
+  static __device__ __forceinline__ void round_words(unsigned& word) {
+    if constexpr (sizeof(T) == 4) word = to_tf32(__uint_as_float(word));
+  }
+  template <typename W, int kCount>
+  static __device__ __forceinline__ void round_words(W (&words)[kCount]) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) round_words(words[i]);
+  }
+
+  // Products of rows 16 x to 16 x + 15 of the warp with all of its columns.
+  __device__ __forceinline__ void add_products(int x, const unsigned (&left)[4], const RightWords& right) {
 #pragma unroll
     for (int p = 0; p < kParts; ++p)
 #pragma unroll
-      for (int i = 0; i < kOwnRows; i += 2)
-#pragma unroll
-        for (int j = 0; j < kOwnVectors; ++j) {
-          float (&upper)[kVector] = values[p][i][j];
-          float (&lower)[kVector] = values[p][i + 1][j];
-          float sums[4] = {upper[0], upper[1], lower[0], lower[1]};
-          const unsigned (&right)[4] = fragments.right[p][j / 2];
-          const unsigned pair[2] = {right[j % 2 * 2], right[j % 2 * 2 + 1]};
-          mma<typename MmaElement<T>::type>(sums, fragments.left[i / 2], pair);
-          upper[0] = sums[0];
-          upper[1] = sums[1];
-          lower[0] = sums[2];
-          lower[1] = sums[3];
-        }
+      for (int j = 0; j < kOwnVectors; ++j) {
+        float (&upper)[kVector] = values[p][2 * x][j];
+        float (&lower)[kVector] = values[p][2 * x + 1][j];
+        float sums[4] = {upper[0], upper[1], lower[0], lower[1]};
+        const unsigned pair[2] = {right[p][j / 2][j % 2 * 2], right[p][j / 2][j % 2 * 2 + 1]};
+        mma<typename MmaElement<T>::type>(sums, left, pair);
+        upper[0] = sums[0];
+        upper[1] = sums[1];
+        lower[0] = sums[2];
+        lower[1] = sums[3];
+      }
   }
 };
 

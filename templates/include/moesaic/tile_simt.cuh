@@ -183,6 +183,7 @@ class SimtTile {
 #pragma unroll 8
       for (int k = 0; k < Shape::kK; ++k) add_product(stage, k);
     } else {
+#pragma unroll 1
       for (int k = 0; k < steps; ++k) add_product(stage, k);
     }
   }
