@@ -81,8 +81,11 @@ class Case:
 
     @property
     def shared_bytes(self) -> int:
-        if self.tile == "SimtTile":  # floats, in rows of whole 32
-            return 4 * self.stages * self.k * (-(-self.m // 32) * 32 + -(-self.parts * self.n // 32) * 32)
+        if self.tile == "SimtTile":  # floats, in rows of whole 32; gaps where lines lie along
+            floats = self.k * (-(-self.m // 32) * 32 + -(-self.parts * self.n // 32) * 32)
+            for across, align in ((self.left_across, self.left_align), (self.right_across, self.right_align)):
+                floats += 0 if across else max(32, 4 * (self.k * self.size // align))
+            return 4 * self.stages * floats
         return self.size * self.stages * self.k * (self.m + self.parts * self.n)
 
     @property
@@ -140,9 +143,13 @@ __device__ __forceinline__ void products(const T* a, const T* b, Operand left, O
     }}
 
     float own[Tile::kOwnRows] = {{}};
+#pragma unroll
     for (int p = 0; p < kParts; ++p) {{
+#pragma unroll
       for (int i = 0; i < Tile::kOwnRows; ++i) {{
+#pragma unroll
         for (int j = 0; j < Tile::kOwnVectors; ++j) {{
+#pragma unroll
           for (int v = 0; v < Tile::kVector; ++v) {{
             const int row = m0 + tile.row(i), column = n0 + tile.column(j) + v;
             if (row >= m || column >= n) continue;
@@ -319,20 +326,19 @@ SIZES = ((1, 1, 1), (37, 83, 33), (67, 1, 7), (5, 131, 129), (33, 70, 16), (2, 3
 
 
 def drawn_cases(tile: str, dtype: str, shapes: Sequence[tuple[int, int, int, int, int]]) -> list[Case]:
-    """Every layout with one and two parts and every alignment of each operand; the alignments meet in turn.
+    """Every layout with one and two parts; in each of these, each operand has every alignment.
 
-    What is done for half differs from what is done for bf16 by the conversions alone: an alignment a layout is enough.
+    What is done for half differs from what is done for bf16 by the conversions alone: a few cases are enough.
     """
-    size = 4 if dtype == "float" else 2
-    aligns = [align for align in (2, 4, 8, 16) if align >= size]
+    aligns = [align for align in (2, 4, 8, 16) if align >= (4 if dtype == "float" else 2)]
     cases = []
-    for i, (left, right, parts) in enumerate(itertools.product((False, True), (False, True), (1, 2))):
-        for j, align in enumerate(aligns):
-            if dtype == "half" and j != i // 2:
-                continue
-            m, n, k, stages, threads = shapes[(i + j) % len(shapes)]
-            other = aligns[(j + i) % len(aligns)]
-            cases.append(Case(tile, dtype, m, n // parts, k, stages, parts, left, right, align, other, threads))
+    for left, right, parts, j in itertools.product((False, True), (False, True), (1, 2), (0, 1)):
+        if dtype == "half" and (j, parts) != (left, 1 + (left ^ right)):
+            continue
+        m, n, k, stages, threads = shapes[len(cases) % len(shapes)]
+        left_align = aligns[(2 * j + right) % len(aligns)]
+        right_align = aligns[(2 * j + left + parts) % len(aligns)]
+        cases.append(Case(tile, dtype, m, n // parts, k, stages, parts, left, right, left_align, right_align, threads))
     return cases
 
 
@@ -343,6 +349,19 @@ def check(run: Run, case: Case, cases: Sequence[Case]) -> None:
     for size in (SIZES[1], SIZES[which % len(SIZES)]):
         m, n, depth = whole(case, *size)
         assert_right(product(run, kernel_of(alike), which, case, (m, n, depth), split=half_depth(depth)))
+
+
+# Shapes for large products, and how many blocks of them share a multiprocessor.
+DEFAULT_SIMT = Case("SimtTile", "float", 64, 128, 16, 2, 1, False, True, 16, 16, 256)
+DEFAULT_MMA = {
+    Case("MmaTile", "bf16", 128, 128, 32, 4, 1, False, True, 16, 16, 128): 2,
+    Case("MmaTile", "half", 128, 64, 32, 4, 2, False, False, 16, 16, 128): 2,
+    Case("MmaTile", "bf16", 128, 256, 32, 3, 1, True, True, 16, 16, 256): 1,
+    Case("MmaTile", "bf16", 128, 128, 32, 4, 1, False, False, 16, 16, 256): 1,
+    Case("MmaTile", "bf16", 64, 128, 32, 4, 1, False, False, 16, 16, 128): 2,
+    Case("MmaTile", "float", 128, 128, 16, 4, 1, False, False, 16, 16, 128): 2,
+    Case("MmaTile", "float", 128, 128, 32, 3, 1, True, True, 16, 16, 256): 1,
+}
 
 
 # SimtTile -------------------------------------------------------------------------------------------------------------
@@ -372,46 +391,85 @@ extern "C" __global__ void in_order(const float* a, const float* b, float* y, in
 
 
 @everywhere
-@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("dtype", ["float", "bf16"])
 def test_simt_tiles_of_any_shape_are_bit_equal(run: Run, dtype: str) -> None:
     size = 4 if dtype == "float" else 2
-    cases = [case for case in SIMT if case.dtype == dtype]
-    alike = [c for c in cases if c.parts == 1 and not c.left_across and c.left_align == size]
-    assert len({(c.m, c.n, c.k) for c in alike}) > 1 or dtype == "half"
-    for case in alike:
-        m, n, depth = whole(case, 35, 72, 45)  # the same for all: only n has to be whole units
-        found = product(run, kernel_of(cases), cases.index(case), case, (m, n, depth), split=16)
+    shapes = (*SIMT_SHAPES, (128, 32, 32, 2, 128))
+    cases = [
+        Case("SimtTile", dtype, m, n, k, stages, 1, False, i % 2 == 0, size, size, threads)
+        for i, (m, n, k, stages, threads) in enumerate(shapes)
+    ]
+    for which, case in enumerate(cases):
+        found = product(run, kernel_of(cases), which, case, (35, 71, 45), split=16)
         a, b = (np.ascontiguousarray(x, np.float32) for x in (found.left, found.right[0]))
-        expected = run(IN_ORDER, "in_order", [a, b], np.zeros((m, n), np.float32), [m, n, depth])
+        expected = run(IN_ORDER, "in_order", [a, b], np.zeros((35, 71), np.float32), [35, 71, 45])
         np.testing.assert_array_equal(found.y[0].view(np.uint32), expected.view(np.uint32))
+
+
+@everywhere
+def test_simt_tiles_keep_a_negative_zero(run: Run) -> None:
+    """A product that underflows to -0 would become 0 if zeros past the end of the sum were added to it."""
+    case = dataclasses.replace(DEFAULT_SIMT, left_across=False, right_across=False, left_align=4, right_align=4)
+    scalars = [1, 1, 1, 0, 0, 1, 0, 1, 0]
+    inputs = [np.array([-1e-30], np.float32), np.array([1e-30], np.float32), *np.zeros((2, 1), np.int32)]
+    y = np.zeros(1 + 2 * case.m, np.float32)
+    out = run(kernel_of([case]), "tiles", inputs, y, scalars, block=case.threads, shared_bytes=case.shared_bytes)
+    assert out[0] == 0.0
+    assert np.signbit(out[0])
+
+
+# MmaTile --------------------------------------------------------------------------------------------------------------
+
+MMA_SHAPES = ((32, 64, 32, 3, 64), (64, 128, 32, 2, 128), (32, 128, 64, 4, 128))
+MMA = [case for dtype in TYPES for case in drawn_cases("MmaTile", dtype, MMA_SHAPES)]
+
+
+@everywhere
+@pytest.mark.parametrize("case", MMA, ids=str)
+def test_mma_tiles(run: Run, case: Case) -> None:
+    check(run, case, MMA)
+
+
+@everywhere
+@pytest.mark.parametrize("case", DEFAULT_MMA, ids=str)
+def test_default_mma_tiles(run: Run, case: Case) -> None:
+    """Sums of small integers are exact, on tensor cores, too."""
+    size = whole(case, case.m + 2, case.n - 3, 4 * case.k + 21)
+    found = product(run, kernel_of([case]), 0, case, size, split=2 * case.k, integers=True)
+    np.testing.assert_array_equal(found.y, found.left @ found.right)
 
 
 # Mistakes -------------------------------------------------------------------------------------------------------------
 
-DEFAULT_SIMT = Case("SimtTile", "float", 64, 128, 16, 2, 1, False, True, 16, 16, 256)
+SMALL_MMA = Case("MmaTile", "bf16", 64, 128, 32, 3, 1, False, True, 16, 16, 128)
+DONE = "    __syncthreads();  // whoever used shared memory before is done with it\n"
 
 # What is deleted from which header.
 BARRIERS = {
-    "simt_start": ("tile_simt.cuh", "    __syncthreads();  // whoever used shared memory before is done with it\n"),
+    "simt_start": ("tile_simt.cuh", DONE),
     "simt_step": (
         "tile_simt.cuh",
         "      __syncthreads();  // this step is there, and the one before it has been read\n",
     ),
-    "sums_start": ("tile_common.cuh", "    __syncthreads();  // whoever used shared memory before is done with it\n"),
+    "mma_start": ("tile_mma.cuh", DONE),
+    "mma_first": ("tile_mma.cuh", "    __syncthreads();  // the first steps are there\n"),
+    "mma_step": ("tile_mma.cuh", "          __syncthreads();\n"),
+    "mma_wait": ("tile_mma.cuh", "          copy_wait<Shape::kStages - 2>();\n"),
+    "sums_start": ("tile_common.cuh", DONE),
     "sums_partial": ("tile_common.cuh", "    __syncthreads();  // the sums of all warps are there\n"),
 }
 
 
 @pytest.mark.emulate
 @pytest.mark.parametrize("barrier", BARRIERS)
-def test_a_missing_barrier_shows(barrier: str, tmp_path: Path) -> None:
+def test_a_missing_barrier_or_wait_shows(barrier: str, tmp_path: Path) -> None:
     header, line = BARRIERS[barrier]
     (helpers,) = nvrtc.helper_include_dirs()
     shutil.copytree(helpers, tmp_path, dirs_exist_ok=True)
     text = (tmp_path / "moesaic" / header).read_text()
     assert text.count(line) == 1
     (tmp_path / "moesaic" / header).write_text(text.replace(line, ""))
-    case = DEFAULT_SIMT
+    case = SMALL_MMA if barrier.startswith("mma") else DEFAULT_SIMT
     size = (70, 130, 4 * case.k)
 
     def wrong(order: int, **options: object) -> bool:
@@ -429,18 +487,28 @@ def test_a_missing_barrier_shows(barrier: str, tmp_path: Path) -> None:
 # What the compiler makes of them --------------------------------------------------------------------------------------
 
 
+def compiled_for(case: Case, target: str, blocks: int) -> nvrtc.CompiledKernel:
+    """Compiled such that so many blocks share a multiprocessor."""
+    source = kernel_of([case]).replace("__launch_bounds__(256)", f"__launch_bounds__({case.threads}, {blocks})")
+    return nvrtc.compile_source(source, name="tiles", target=Target.parse(target), extra_options=NVRTC_OPTIONS)
+
+
 @pytest.mark.nvrtc
-@pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
-@pytest.mark.parametrize("dtype", TYPES)
-def test_default_simt_tiles_stay_in_registers(dtype: str, target: str) -> None:
-    """At two blocks of 256 threads a multiprocessor."""
-    cases = [
-        dataclasses.replace(
-            DEFAULT_SIMT, dtype=dtype, left_across=left, right_across=right, parts=parts, n=128 // parts
-        )
-        for left, right, parts in itertools.product((False, True), (False, True), (1, 2))
-    ]
-    for case in cases:
-        source = kernel_of([case]).replace("__launch_bounds__(256)", "__launch_bounds__(256, 2)")
-        compiled = nvrtc.compile_source(source, name="tiles", target=Target.parse(target), extra_options=NVRTC_OPTIONS)
-        assert not compiled.resources.uses_local_memory, (case, compiled.log)
+@pytest.mark.parametrize("dtype", ["float", "bf16"])
+@pytest.mark.parametrize("layout", range(4))
+def test_default_simt_tiles_stay_in_registers(dtype: str, layout: int) -> None:
+    left, right = layout % 2 == 1, layout // 2 == 1
+    parts = 1 + (left ^ right)
+    case = dataclasses.replace(
+        DEFAULT_SIMT, dtype=dtype, n=128 // parts, parts=parts, left_across=left, right_across=right
+    )
+    compiled = compiled_for(case, "sm_80" if left and right else "sm_90a", 2)
+    assert not compiled.resources.uses_local_memory, compiled.log
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("case", DEFAULT_MMA, ids=str)
+def test_default_mma_tiles_stay_in_registers(case: Case) -> None:
+    for target in ("sm_80", "sm_90a") if case == next(iter(DEFAULT_MMA)) else ("sm_90a",):
+        compiled = compiled_for(case, target, DEFAULT_MMA[case])
+        assert not compiled.resources.uses_local_memory, compiled.log

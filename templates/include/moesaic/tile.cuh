@@ -18,4 +18,5 @@
 // they may follow each other at will, but whoever else writes to `shared` afterwards needs a barrier before.
 #pragma once
 
+#include "moesaic/tile_mma.cuh"
 #include "moesaic/tile_simt.cuh"

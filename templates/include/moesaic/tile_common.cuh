@@ -27,8 +27,8 @@ struct TileShape {
   static constexpr int kThreads = kThreads_;
 };
 
-// How the warps of a block share its tile: they form a grid, such that what a warp reads for its part is least.
-// kRowUnit and kColumnUnit are the least that a warp may own of each.
+// How the warps of a block share its tile: they form a grid, such that what a warp reads for its part is least; of equal
+// ones, that with more rows a warp. kRowUnit and kColumnUnit are what a warp owns whole multiples of.
 template <class Shape, int kRowUnit, int kColumnUnit>
 struct WarpGrid {
   static constexpr int kWarps = Shape::kThreads / 32;
@@ -44,7 +44,7 @@ struct WarpGrid {
   static __host__ __device__ constexpr int best() {
     int found = 0;
     for (int columns = 1; columns <= kWarps; ++columns) {
-      if (fits(columns) && (found == 0 || read_by_warp(columns) < read_by_warp(found))) found = columns;
+      if (fits(columns) && (found == 0 || read_by_warp(columns) <= read_by_warp(found))) found = columns;
     }
     return found;
   }
@@ -57,57 +57,67 @@ struct WarpGrid {
   static __device__ __forceinline__ int column() { return static_cast<int>(threadIdx.x) / 32 % kColumns; }
 };
 
-// What a thread brings of an operand into shared memory in each kK steps of the sum: kOwn chunks of kChunk elements, and
-// neighbouring threads neighbouring chunks of a line. kRows are the rows of the tile (or columns, of one part).
+// What a thread brings of an operand into shared memory in each kK steps of the sum: kOwn chunks of kChunk elements.
+// kTeam lanes share a line, up to 128 bytes of it at a time, so that a thread needs few addresses. kRows are the rows of
+// the tile (or columns, of one part).
 template <typename T, bool kAcross, int kRows, int kParts, int kK, int kChunk, int kThreads>
 class OperandChunks {
+  static constexpr int kPartChunks = (kAcross ? kRows : kK) / kChunk;  // of a line, that follow one another in memory
+  static constexpr int kTeam = smaller(kPartChunks, smaller(32, 128 / (kChunk * static_cast<int>(sizeof(T)))));
+  static constexpr int kTeams = kThreads / kTeam;
+  static_assert((kAcross ? kRows : kK) % kChunk == 0 && kPartChunks % kTeam == 0 && kThreads % kTeam == 0,
+                "teams share lines evenly");
+
  public:
   static constexpr int kLines = kAcross ? kK : kParts * kRows;
-  static constexpr int kLineChunks = (kAcross ? kParts * kRows : kK) / kChunk;
-  static constexpr int kOwn = (kLines * kLineChunks + kThreads - 1) / kThreads;
-  static_assert((kAcross ? kRows : kK) % kChunk == 0, "a line is whole chunks");
+  static constexpr int kLineChunks = kAcross ? kParts * kPartChunks : kPartChunks;
+  static constexpr int kOwnLines = (kLines + kTeams - 1) / kTeams;
+  static constexpr int kOwn = kOwnLines * (kLineChunks / kTeam);
 
-  static __device__ __forceinline__ int line(int i) { return number(i) / kLineChunks; }
-  static __device__ __forceinline__ int chunk(int i) { return number(i) % kLineChunks; }
-  static __device__ __forceinline__ bool exists(int i) {
-    return kLines * kLineChunks % kThreads == 0 || number(i) < kLines * kLineChunks;
-  }
+  // Line and chunk of own chunk i.
+  static __device__ __forceinline__ int line(int i) { return own_line(i / (kLineChunks / kTeam)); }
+  static __device__ __forceinline__ int chunk(int i) { return first_chunk() + i % (kLineChunks / kTeam) * kTeam; }
+  static __device__ __forceinline__ bool exists(int i) { return kLines % kTeams == 0 || line(i) < kLines; }
 
   // Asks for the addresses of lines: `row(part, r)`, r below `extent`, once for all steps; or, across, `row(part, k)`, k
   // below `depth`, for the steps from `first` on, once for each kK of them. Asking early hides what the answer takes.
   template <class Row>
   __device__ __forceinline__ void find(const Row& row, int first, int depth, int extent) {
+    const int element = first_chunk() * kChunk;
 #pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      const int element = chunk(i) * kChunk;
-      addresses_[i] = nullptr;
-      if constexpr (kAcross) {
-        const int k = first + line(i);
-        if (exists(i) && k < depth && element % kRows < extent) {
-          const T* const address = row(element / kRows, k);
-          if (address != nullptr) addresses_[i] = address + element % kRows;
-        }
-      } else {
-        const int r = line(i) % kRows;
-        if (exists(i) && r < extent) {
-          const T* const address = row(line(i) / kRows, r);
-          if (address != nullptr) addresses_[i] = address + element;
-        }
+    for (int l = 0; l < kOwnLines; ++l) {
+#pragma unroll
+      for (int p = 0; p < kLineParts; ++p) {
+        const int part = kAcross ? p : own_line(l) / kRows;
+        const int r = kAcross ? first + own_line(l) : own_line(l) % kRows;
+        const bool there = own_line(l) < kLines && (kAcross ? r < depth && element < extent : r < extent);
+        const T* const address = there ? row(part, r) : nullptr;
+        addresses_[l][p] = address == nullptr ? nullptr : address + element;
       }
     }
   }
 
   // Where own chunk i of the steps from `first` on lies, and how many of its elements are valid: none if 0 or less.
-  __device__ __forceinline__ const T* address(int i, int first) const { return addresses_[i] + (kAcross ? 0 : first); }
+  __device__ __forceinline__ const T* address(int i, int first) const {
+    return line_address(i) + (kAcross ? 0 : first) + part_chunk(i) * kChunk;
+  }
   __device__ __forceinline__ int valid(int i, int first, int depth, int extent) const {
-    if (addresses_[i] == nullptr) return 0;
-    return kAcross ? extent - chunk(i) * kChunk % kRows : depth - first - chunk(i) * kChunk;
+    if (line_address(i) == nullptr) return 0;
+    return (kAcross ? extent : depth - first) - (first_chunk() + part_chunk(i)) * kChunk;
   }
 
  private:
-  static __device__ __forceinline__ int number(int i) { return static_cast<int>(threadIdx.x) + i * kThreads; }
+  static constexpr int kLineParts = kAcross ? kParts : 1;
 
-  const T* addresses_[kOwn];
+  static __device__ __forceinline__ int own_line(int l) { return static_cast<int>(threadIdx.x) / kTeam + l * kTeams; }
+  static __device__ __forceinline__ int first_chunk() { return static_cast<int>(threadIdx.x) % kTeam; }
+  // How far own chunk i lies behind the first one of its part.
+  static __device__ __forceinline__ int part_chunk(int i) { return i % (kPartChunks / kTeam) * kTeam; }
+  __device__ __forceinline__ const T* line_address(int i) const {
+    return addresses_[i / (kLineChunks / kTeam)][i % (kLineChunks / kTeam) / (kPartChunks / kTeam)];
+  }
+
+  const T* addresses_[kOwnLines][kLineParts];
 };
 
 // Adds up what the threads that share a row hold, and calls `store(row, total)` once for each row of the tile: kLanes

@@ -23,17 +23,15 @@ class SimtOperand {
   using Chunks = OperandChunks<T, kAcross, kRows, kParts, kK, kChunk, kThreads>;
   static_assert(kAlign >= static_cast<int>(sizeof(T)) && kAlign <= 16, "from an element to 16 bytes");
 
-  // Lines along the sum are turned on their way: a warp stores 32 / kLineChunks rows of steps that lie kChunk apart. So
-  // that these lie in different banks, rows are swapped by groups of at least four, a group being read as a whole.
-  static constexpr int kGroup = kAcross ? 0 : Chunks::kLineChunks < 8 ? 32 / Chunks::kLineChunks : 4;
+  // Lines along the sum are turned on their way: a warp stores, of each of its lines, steps that lie kChunk apart. A gap
+  // after every kChunk steps moves them to different banks; at least four floats, so that vectors stay aligned.
+  static constexpr int kGap = kAcross ? 0 : Chunks::kLineChunks < 8 ? 32 / Chunks::kLineChunks : 4;
   static constexpr int kStride = (kParts * kRows + 31) / 32 * 32;
 
  public:
-  static constexpr int kFloats = kK * kStride;
+  static constexpr int kFloats = kK * kStride + kK / kChunk * kGap;
 
-  static __device__ __forceinline__ int place(int k, int row) {
-    return k * kStride + (row ^ k / kChunk * kGroup % 32);
-  }
+  static __device__ __forceinline__ int place(int k, int row) { return k * kStride + k / kChunk * kGap + row; }
 
   template <class Row>
   __device__ __forceinline__ void find(const Row& row, int first, int depth, int extent) {
@@ -182,9 +180,10 @@ class SimtTile {
 
   __device__ __forceinline__ void add_products(const float* stage, int steps) {
     if (steps >= Shape::kK) {
-#pragma unroll 4
+#pragma unroll 8
       for (int k = 0; k < Shape::kK; ++k) add_product(stage, k);
     } else {
+#pragma unroll 1
       for (int k = 0; k < steps; ++k) add_product(stage, k);
     }
   }
