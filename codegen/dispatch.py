@@ -88,7 +88,7 @@ def generate_scatter(op: Kernel) -> GeneratedKernel:
     picks = tokens * top_k
     if picks >= _SHORT or facts.experts >= _SHORT:
         raise UnsupportedError(
-            f"{op.symbol}: {facts.experts} experts and {picks} picks a block; a dispatch has fewer than {_SHORT} of both"
+            f"{op.symbol}: {facts.experts} experts and {picks} picks a block; both must be below {_SHORT}"
         )
     runs = min(DispatchShape.of(facts.experts, top_k).histograms, threads // WARP_THREADS)
     run = -(-picks // (runs * WARP_THREADS)) * WARP_THREADS
@@ -101,7 +101,6 @@ def generate_scatter(op: Kernel) -> GeneratedKernel:
     for table in tables:
         placed.append({"type": table.type, "name": table.name, "offset": shared, "why": table.why})
         shared += -(-table.length * table.bytes // 16) * 16
-    _check_shared(op, facts, shared)
 
     parameters = Parameters(op)
     indices, stride = parameters.rows_pointer(0)
@@ -184,8 +183,14 @@ def _common(op: Kernel, facts: _Facts, what: str) -> dict[str, object]:
 
 
 def _kernel(op: Kernel, source: str, parameters: Parameters, *, rows_per_block: int, shared: int) -> GeneratedKernel:
-    """A step whose blocks have tokens: at least one, for what it writes must be there without any token, too."""
-    _check_shared(op, _Facts.of(op), shared)
+    """A step whose blocks have tokens: at least one block, for what it writes must be there without any token, too."""
+    target = Target.parse(op.configuration["target"])
+    most = target.shared_optin - 1024  # helpers have some of their own
+    if shared > most:
+        raise UnsupportedError(
+            f"{op.symbol}: a dispatch to {op.known['experts']} experts needs {shared} bytes of shared memory a block, "
+            f"but {target} has {most}"
+        )
     return GeneratedKernel(
         symbol=op.symbol,
         source=source,
@@ -195,13 +200,3 @@ def _kernel(op: Kernel, source: str, parameters: Parameters, *, rows_per_block: 
         grid="chunks",
         shared_bytes=shared,
     )
-
-
-def _check_shared(op: Kernel, facts: _Facts, shared: int) -> None:
-    target = Target.parse(op.configuration["target"]) if "target" in op.configuration else Target.default()
-    most = target.shared_optin - 1024  # helpers have some of their own
-    if shared > most:
-        raise UnsupportedError(
-            f"{op.symbol}: a dispatch to {facts.experts} experts needs {shared} bytes of shared memory a block, but "
-            f"{target} has {most}"
-        )

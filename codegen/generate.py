@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from moesaic.codegen import col_finish, row_program
+from moesaic.codegen import col_finish, combine, dispatch, row_program, to_picks
 from moesaic.codegen.kernel import GeneratedKernel
 from moesaic.ir.core import Function
 from moesaic.ir.ops.launch import Kernel
 
-_FAMILIES = {"row_program": row_program.generate, "col_finish": col_finish.generate}
+_FAMILIES = {
+    "row_program": row_program.generate,
+    "col_finish": col_finish.generate,
+    "dispatch_count": dispatch.generate_count,
+    "dispatch_scan": dispatch.generate_scan,
+    "dispatch_scatter": dispatch.generate_scatter,
+    "combine": combine.generate,
+    "to_picks": to_picks.generate,
+}
 
 
 def generate_kernels(function: Function) -> list[GeneratedKernel]:

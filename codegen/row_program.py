@@ -1026,6 +1026,8 @@ def short_name(value: Value) -> str:
             "unsqueeze": "number",
             "gather": "gathered",
             "scatter": "spread",
+            "combine": "combined",
+            "to_picks": "of_pick",
         }.get(value.op.name.split(".")[1], value.op.name.split(".")[1])
     return "x"
 

@@ -153,7 +153,9 @@ class Experts:
         """What the weight of the first product is called."""
         return "gate_up_proj" if self.gated else "up_proj"
 
-    def module(self, dtype: DType, top_k: int, indices: DType = DType.I32, weights: DType = DType.F32) -> Module:
+    def module(
+        self, dtype: DType, top_k: int, indices: DType = DType.I32, weights: DType = DType.F32
+    ) -> Module:
         """The declared function for inputs of these types, of K picks a token."""
         b = Builder(self.name)
         e, h, i = self.num_experts, self.hidden, self.intermediate

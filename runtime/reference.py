@@ -169,7 +169,9 @@ class TorchArrays:
         return torch.cat([*parts, x.new_zeros((x.shape[0] - done, weight.shape[-1]))])
 
     @staticmethod
-    def grouped_outer(a: torch.Tensor, b: torch.Tensor, counts: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    def grouped_outer(
+        a: torch.Tensor, b: torch.Tensor, counts: torch.Tensor, offsets: torch.Tensor
+    ) -> torch.Tensor:
         return torch.stack([a[first:last].T @ b[first:last] for _, (first, last) in _groups(counts, offsets)])
 
 

@@ -1,0 +1,135 @@
+"""Elementwise ops of a region as lines of CUDA: names, operands and conversions that kernels over slots share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from moesaic.codegen.parameters import Parameters, storage
+from moesaic.codegen.row_program import STORAGE, comment, literal, register, short_name
+from moesaic.ir.core import Block, BlockArgument, Constant, Op, Value
+from moesaic.ir.errors import InternalError
+from moesaic.ir.ops import math
+from moesaic.ir.ops.launch import Kernel
+from moesaic.ir.types import DType
+from moesaic.passes.row_layout import operands_read
+
+_ROUNDED = (DType.BF16, DType.F16)
+
+
+class Region:
+    """The region of a kernel with the names its values have in the text.
+
+    Attributes:
+        op: the kernel.
+        body: its region.
+        parameters: of the kernel.
+        arrays: values of which a thread has several, in an array with the index `v`.
+        pointers: parameters of what is read, and of the distance between rows ("" where there are no rows).
+    """
+
+    def __init__(self, op: Kernel, taken: Iterable[str]) -> None:
+        if op.region is None:
+            raise InternalError(f"{op.symbol}: a kernel without a region")
+        self.op = op
+        self.body: Block = op.region
+        self.parameters = Parameters(op, (*taken, *_WORDS))
+        self.arrays: set[Value] = set()
+        self.pointers: dict[Value, tuple[str, str]] = {}
+        self._names: dict[Value, str] = {}
+        config = op.configuration
+        self._alignment = [int(a) for a in config.get("alignment", "").split(",") if a]
+        self._rounded = {inner.results[0]: inner.operands[0] for inner in self.body.ops if self._is_store_cast(inner)}
+
+    def add_pointers(self, values: Iterable[Value]) -> None:
+        """Parameters for those arguments of the region that are among the values, in their order."""
+        wanted = set(values)
+        for index, argument in enumerate(self.body.arguments):
+            if argument not in wanted:
+                continue
+            if self.op.operands[index].type.rank == 2:
+                self.pointers[argument] = self.parameters.rows_pointer(index)
+            else:
+                self.pointers[argument] = (self.parameters.pointer(index), "")
+
+    def values_read(self) -> set[Value]:
+        """What elementwise ops and results need the elements of."""
+        read = set(self.body.terminator.operands)
+        for inner in self.body.ops:
+            if isinstance(inner, math.Elementwise):
+                read.update(inner.operands[: operands_read(inner)])
+        return read
+
+    def align(self, value: Value) -> int:
+        """Bytes that the address of every row of an argument is aligned to, at most 16."""
+        assert isinstance(value, BlockArgument)
+        index = self.body.arguments.index(value)
+        known = self._alignment[index] if index < len(self._alignment) else 16
+        return max(self.op.operands[index].type.dtype.bytes, min(known, aligned_rows(self.op, index)))
+
+    def _is_store_cast(self, op: Op) -> bool:
+        """A rounding whose only reader is the store, which converts."""
+        if not isinstance(op, math.Cast) or op.y.type.dtype not in _ROUNDED or isinstance(op.x, Constant):
+            return False
+        if register(op.x) != "float" or isinstance(op.x, BlockArgument):
+            return False
+        return all(user is self.body.terminator for user in self.body.users(op.y))
+
+    def name(self, value: Value) -> str:
+        if value not in self._names:
+            base = "".join(c if c.isalnum() or c == "_" else "_" for c in value.name)
+            self._names[value] = self.unique(base if base and not base[0].isdigit() else short_name(value))
+        return self._names[value]
+
+    def unique(self, base: str) -> str:
+        return self.parameters.unique(base)
+
+    def read(self, value: Value) -> str:
+        """An element of a value that is there."""
+        if isinstance(value, Constant):
+            return literal(value.value)
+        value = self._rounded.get(value, value)
+        return f"{self.name(value)}[v]" if value in self.arrays else self.name(value)
+
+    def comment(self, op: Op) -> str:
+        return comment(op, self.name)
+
+    def assignment(self, op: math.Elementwise) -> str:
+        """A line that declares the result; empty where the store converts."""
+        if op.results[0] in self._rounded:
+            return ""
+        expression = op.cuda_expression(*(self.read(v) for v in op.operands))
+        return f"const {register(op.results[0])} {self.name(op.results[0])} = {expression};  // {self.comment(op)}"
+
+    def widened(self, value: Value, element: str) -> str:
+        """An element as it is stored, in the type it has in registers."""
+        return f"moesaic::to_float({element})" if register(value) == "float" else element
+
+    def stored(self, index: int, value: Value) -> str:
+        """An element of a value, in the type of the buffer it goes to."""
+        return f"moesaic::to_element<{storage(self.op, index)}>({self.read(value)})"
+
+    def storage(self, value: Value) -> str:
+        return STORAGE[value.type.dtype]
+
+
+def aligned_rows(op: Kernel, index: int) -> int:
+    """Bytes that every row of an operand is aligned to, at most 16, where rows follow one another in a buffer."""
+    type = op.operands[index].type
+    columns = type.shape[-1] if type.shape else 1
+    assert isinstance(columns, int)
+    size = columns * type.dtype.bytes
+    return min(16, size & -size)
+
+
+def indented(lines: Iterable[str], spaces: int) -> list[str]:
+    """Preprocessor lines stay at the margin, as they do in the helpers."""
+    return [line if not line or line.startswith("#") else " " * spaces + line for line in lines]
+
+
+# Words that a value might be called and that mean something else in the text.
+_WORDS = """
+    threadIdx blockIdx blockDim gridDim int float double bool char long short signed unsigned const auto void for if
+    else while do switch case default break continue return goto new delete this class struct union enum template
+    typename using namespace static extern register volatile inline operator public private protected virtual try
+    catch throw true false sizeof and or not xor min max exp log sqrt v
+    """.split()  # noqa: SIM905 - a list of strings would take a page
