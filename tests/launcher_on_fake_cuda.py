@@ -268,6 +268,7 @@ def test_slots_grids_and_every_kind_of_argument(native: Any) -> None:
     kernels = [
         GeneratedKernel("made_rows", "", tuple(every), 64, 4, "persistent"),
         GeneratedKernel("made_cover", "", tuple(every), 32, 3, "cover"),
+        GeneratedKernel("made_chunks", "", tuple(every), 64, 5, "chunks"),
         GeneratedKernel("made_fixed", "", tuple(every), 96, 0, "fixed", 5, 3),
         GeneratedKernel("made_sequences", "", tuple(every), 96, 2, "persistent", by_sequence=True),
     ]

@@ -14,6 +14,10 @@ namespace moesaic {
 
 constexpr int kTogether = 4;  // picks that a thread loads before it looks at the first
 
+// How often to unroll a loop of so many threads over so many elements: as often as it goes round, but 4 times at most. Left
+// alone, the compiler also unrolls loops that go round once; a short kernel waits for its instructions, too.
+__host__ __device__ constexpr int unrolled(int count, int threads) { return smaller(4, ceil_div(count, threads)); }
+
 // The picks of a block: those of kTokens tokens.
 template <int kExperts, int kTopK, int kTokens, typename Index>
 struct BlockPicks {
@@ -26,12 +30,21 @@ struct BlockPicks {
       : indices(indices), stride(stride), first_token(static_cast<long long>(blockIdx.x) * kTokens),
         count(static_cast<int>(at_most(kTokens, tokens - first_token)) * kTopK) {}
 
-  // The expert of the i-th pick; -1 if that is not here, and past the last. Compared in the type it comes in: a number
-  // beyond 32 bits must not be cut down to an expert's.
-  __device__ __forceinline__ int expert(int i) const {
-    if (i >= count) return -1;
-    const Index id = load_one(indices + (first_token + i / kTopK) * stride + i % kTopK);
-    return id >= 0 && id < kExperts ? static_cast<int>(id) : -1;
+  // The experts of picks first, first + step, ...; -1 for those that are not here, and past the last. What is past the last
+  // reads that one (there must be one): behind a branch, each load would wait for the one before. Numbers are compared in
+  // the type they come in: one beyond 32 bits must not be cut down to an expert's.
+  __device__ __forceinline__ void load_experts(int first, int step, int (&experts)[kTogether]) const {
+    Index ids[kTogether];
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) {
+      const int i = min(first + j * step, count - 1);
+      ids[j] = load_one(indices + (first_token + i / kTopK) * stride + i % kTopK);
+    }
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) {
+      const bool here = first + j * step < count && ids[j] >= 0 && ids[j] < kExperts;
+      experts[j] = here ? static_cast<int>(ids[j]) : -1;
+    }
   }
 };
 
@@ -40,18 +53,20 @@ struct BlockPicks {
 // A block's row of the table.
 template <int kExperts, int kThreads, class Picks>
 __device__ __forceinline__ void count_picks(const Picks& picks, int* histogram, int* row) {
+#pragma unroll unrolled(kExperts, kThreads)
   for (int e = threadIdx.x; e < kExperts; e += kThreads) histogram[e] = 0;
   __syncthreads();  // counters are 0
+#pragma unroll 1
   for (int first = threadIdx.x; first < picks.count; first += kTogether * kThreads) {
     int experts[kTogether];
-#pragma unroll
-    for (int j = 0; j < kTogether; ++j) experts[j] = picks.expert(first + j * kThreads);
+    picks.load_experts(first, kThreads, experts);
 #pragma unroll
     for (int j = 0; j < kTogether; ++j) {
       if (experts[j] >= 0) atomicAdd(histogram + experts[j], 1);
     }
   }
   __syncthreads();  // all picks are counted
+#pragma unroll unrolled(kExperts, kThreads)
   for (int e = threadIdx.x; e < kExperts; e += kThreads) store_one(row + e, histogram[e]);
 }
 
@@ -69,6 +84,7 @@ __device__ __forceinline__ void scan_table(const int* table, long long blocks, i
   const int warp = threadIdx.x / kWarp;
   const int expert = blockIdx.x * kWarp + lane;
   int total = 0;
+#pragma unroll 1
   for (long long first = 0; first < blocks; first += kWarps * kScannedRows) {
     const long long own = first + warp * kScannedRows;
     int counts[kScannedRows], sum = 0;
@@ -84,8 +100,9 @@ __device__ __forceinline__ void scan_table(const int* table, long long blocks, i
     int base = total;
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) {
-      base += w < warp ? sums[w][lane] : 0;
-      total += sums[w][lane];
+      const int of_warp = sums[w][lane];
+      base += w < warp ? of_warp : 0;
+      total += of_warp;
     }
 #pragma unroll
     for (int r = 0; r < kScannedRows; ++r) {
@@ -124,8 +141,9 @@ __device__ __forceinline__ int block_before(int x, int& total) {
   total = 0;
 #pragma unroll
   for (int w = 0; w < kWarps; ++w) {
-    before += w < warp ? of_warp[w] : 0;
-    total += of_warp[w];
+    const int of_one = of_warp[w];
+    before += w < warp ? of_one : 0;
+    total += of_one;
   }
   return before;
 }
@@ -133,6 +151,7 @@ __device__ __forceinline__ int block_before(int x, int& total) {
 // starts[e] = the first slot of expert e; starts[kExperts] = slots of all experts.
 template <int kExperts, int kThreads, int kAlign, bool kPad>
 __device__ __forceinline__ void first_slots(const int* found, int bound, int* starts) {
+#pragma unroll unrolled(kExperts, kThreads)
   for (int e = threadIdx.x; e < kExperts; e += kThreads) {
     const int rows = kPad ? bound : min(load_one(found + e), bound);
     starts[e] = (rows + kAlign - 1) / kAlign * kAlign;
@@ -143,8 +162,10 @@ __device__ __forceinline__ void first_slots(const int* found, int bound, int* st
   const int first = threadIdx.x * kRun;
   const int end = min(first + kRun, kExperts);
   int sum = 0, total;
+#pragma unroll unrolled(kRun, 1)
   for (int e = first; e < end; ++e) sum += starts[e];
   int slot = block_before<kThreads>(sum, total);
+#pragma unroll unrolled(kRun, 1)
   for (int e = first; e < end; ++e) {
     const int rows = starts[e];
     starts[e] = slot;
@@ -159,6 +180,7 @@ template <int kExperts, int kThreads>
 __device__ __forceinline__ void store_groups(const int* found, int bound, const int* starts, int* counts, int* offsets,
                                              int* dropped) {
   int lost = 0, total;
+#pragma unroll unrolled(kExperts, kThreads)
   for (int e = threadIdx.x; e < kExperts; e += kThreads) {
     const int all = load_one(found + e);
     const int kept = min(all, bound);
@@ -182,16 +204,19 @@ __device__ __forceinline__ void store_dead_rows(const int* found, int bound, con
   if constexpr (kAlign > 1 || kPad) {
     // A warp for each expert; where padding may leave long gaps between few experts, several.
     constexpr int kShares = kPad ? ceil_div(1024, kExperts) : 1;
+#pragma unroll 1
     for (long long share = thread / kWarp; share < kExperts * kShares; share += threads / kWarp) {
       const int e = static_cast<int>(share / kShares);
       const long long used = starts[e] + min(load_one(found + e), bound);
       const long long end = starts[e + 1];
+#pragma unroll 1
       for (long long row = used + share % kShares * kWarp + thread % kWarp; row < end; row += kShares * kWarp) {
         store_one(tokens + row, -1);
         store_one(picks + row, -1);
       }
     }
   }
+#pragma unroll 1
   for (long long row = starts[kExperts] + thread; row < rows; row += threads) {
     store_one(tokens + row, -1);
     store_one(picks + row, -1);
@@ -211,10 +236,10 @@ template <int kRun, class Picks>
 __device__ __forceinline__ void rank_picks(const Picks& picks, unsigned short* histogram, unsigned* ranked) {
   const int lane = threadIdx.x % kWarp;
   const int run = threadIdx.x / kWarp * kRun;
+#pragma unroll 1
   for (int first = run; first < run + kRun && first < picks.count; first += kTogether * kWarp) {
     int experts[kTogether];
-#pragma unroll
-    for (int j = 0; j < kTogether; ++j) experts[j] = picks.expert(first + j * kWarp + lane);
+    picks.load_experts(first + lane, kWarp, experts);
 #pragma unroll
     for (int j = 0; j < kTogether; ++j) {
       if (first + j * kWarp >= run + kRun) break;  // of the run of the warp after
@@ -235,6 +260,7 @@ __device__ __forceinline__ void rank_picks(const Picks& picks, unsigned short* h
 template <int kExperts, int kThreads, int kRuns, int kPicks, bool kBounded>
 __device__ __forceinline__ void place_runs(const int* bases, int bound, unsigned short* histograms, int* starts,
                                            unsigned short* rooms) {
+#pragma unroll unrolled(kExperts, kThreads)
   for (int e = threadIdx.x; e < kExperts; e += kThreads) {
     const int base = load_one(bases + e);
     starts[e] += base;
@@ -250,11 +276,12 @@ __device__ __forceinline__ void place_runs(const int* bases, int bound, unsigned
 }
 
 // Slots at the picks, picks and tokens at the slots.
-template <int kExperts, int kTopK, int kThreads, int kRun, bool kBounded, class Picks>
+template <int kExperts, int kTopK, int kThreads, int kPicks, int kRun, bool kBounded, class Picks>
 __device__ __forceinline__ void store_slots(const Picks& picks, const unsigned* ranked, const unsigned short* histograms,
                                             const int* starts, const unsigned short* rooms, int* tokens, int* pick_of,
                                             int* slots) {
   const long long first = picks.first_token * kTopK;
+#pragma unroll unrolled(kPicks, kThreads)
   for (int i = threadIdx.x; i < picks.count; i += kThreads) {
     int slot = -1;
     if (ranked[i] != kNotHere) {
