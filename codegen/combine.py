@@ -21,8 +21,9 @@ from moesaic.ir.ops.launch import Kernel
 _VECTOR_BYTES = 16
 _MORE_TOKENS = 8
 _IDLE = 1 / 8  # of a block's threads
-# Of a multiprocessor, at least. Left alone, the compiler takes few registers and waits for two rows at a time; told that
-# so few threads will do, it has all rows of a token in flight: 63 registers for 8 rows of bf16, 128 KiB a multiprocessor.
+# Of a multiprocessor, at least. Left alone, the compiler takes few registers and waits for two rows at a time; told
+# that so few threads will do, it has all rows of a token in flight: 63 registers for 8 rows of bf16, 128 KiB a
+# multiprocessor.
 _RESIDENT_THREADS = 512
 
 

@@ -69,7 +69,9 @@ def dispatch(
         raise InputError(f"indices must be int16, int32 or int64, found {str(indices.dtype).removeprefix('torch.')}")
     if indices.dim() < 1 or indices.shape[-1] < 1:
         raise InputError(f"indices must have shape [..., K] with K >= 1, found {list(indices.shape)}")
-    layer = _dispatch_layer(_INDICES[indices.dtype].value, indices.shape[-1], num_experts, align, capacity, pad, backend)
+    layer = _dispatch_layer(
+        _INDICES[indices.dtype].value, indices.shape[-1], num_experts, align, capacity, pad, backend
+    )
     return Dispatch(*layer(indices))
 
 
@@ -78,7 +80,8 @@ def combine(
 ) -> torch.Tensor:
     """y_t = sum over k of w_{t,k} x_{slot of (t,k)}, in float32 and in the order of k; [..., n] in the type of x.
 
-    Picks without a slot add nothing, whatever their weight. Gradients flow to x (zeros in slots not in use) and weights.
+    Picks without a slot add nothing, whatever their weight. Gradients flow to x (zeros in slots not in use) and
+    weights.
 
     Args:
         x: [M, n], what experts made of the slots.

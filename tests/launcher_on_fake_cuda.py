@@ -573,7 +573,7 @@ def test_types_go_when_nobody_holds_them(native: Any) -> None:
             native.Plan(
                 logits,
                 (0,) * 6,
-                (1, 0, -1),
+                (1, 0, -1, 0, 0, 0),
                 (),
                 ((id(logits), 0, (1, 0, 1, False, 0, 0), (("strides", 0),)),),
                 (),

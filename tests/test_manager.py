@@ -200,12 +200,12 @@ def test_the_table_knows_every_op():
 @pytest.mark.parametrize(
     ("pipeline", "message"),
     [
+        ("fuse-score-topk,sink-gathers", "col.count: not legal inside kernel.row_program in stage 'expanded'"),
+        ("fuse-score-topk,fuse-score-topk", "col.count: not legal inside kernel.row_program in stage 'expanded'"),
         (
-            "fuse-score-topk,sink-gathers",
-            "kernel.row_program: not legal in stage 'expanded', which allows math., row., col.",
+            "fuse-score-topk,differentiate",
+            "kernel.row_program: not legal in stage 'summed', which allows math., row., col., slot.",
         ),
-        ("fuse-score-topk,fuse-score-topk", "kernel.row_program: not legal in stage 'expanded'"),
-        ("fuse-score-topk,differentiate", "kernel.row_program: not legal in stage 'summed'"),
         ("fuse-score-topk,expand-rows", "kernel.row_program: not legal in stage 'summed'"),
         ("choose-saved", "math.sigmoid: not legal in stage 'fused', which allows kernel."),
         ("plan-workspace", "row.normalize: not legal in stage 'fused', which allows kernel."),

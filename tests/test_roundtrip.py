@@ -37,6 +37,13 @@ DISPATCH = (
     "%c, %o, %t, %q, %s, %r = slot.dispatch %i {align = 16, capacity = 1.25, experts = 5, pad = true} : "
     "tensor<5xi32>, tensor<6xi32>, tensor<Mxi32>, tensor<Mxi32>, tensor<Tx2xi32>, tensor<1xi32>"
 )
+COUNTED = (
+    "%b = kernel.dispatch_count %i {align = 16, blocks = C, capacity = 1.25, experts = 5, pad = true} : tensor<Cx5xi32>"
+)
+SCANNED = (
+    f"{COUNTED}\n  %a, %e = kernel.dispatch_scan %b {{align = 16, capacity = 1.25, experts = 5, pad = true}} : "
+    "tensor<Cx5xi32>, tensor<5xi32>"
+)
 GATHER = f"{DISPATCH}\n  %m = slot.gather %x, %t, %s : tensor<Mx6xbf16>"
 OF_PICK = f"{DISPATCH}\n  %k = slot.of_pick %p, %q, %s : tensor<Mx1xf32>"
 EXAMPLES = {
@@ -145,13 +152,45 @@ EXAMPLES = {
         "%y = kernel.col_finish %p {partials = 1} (%a: tensor<2xf32>) {\n"
         "    %b = math.exp %a : tensor<2xf32>\n    yield %b\n  } : tensor<2xf32>"
     ),
+    "kernel.dispatch_count": COUNTED,
+    "kernel.dispatch_scan": SCANNED,
+    "kernel.dispatch_scatter": (
+        f"{SCANNED}\n  %c, %o, %t, %q, %s, %r = kernel.dispatch_scatter %i, %a, %e {{align = 16, capacity = 1.25, "
+        "experts = 5, pad = true} : "
+        "tensor<5xi32>, tensor<6xi32>, tensor<Mxi32>, tensor<Mxi32>, tensor<Tx2xi32>, tensor<1xi32>"
+    ),
+    "kernel.product": (
+        f"{DISPATCH}\n  %y = kernel.product %x, %t, %s, %w, %c, %o (%x: tensor<Tx6xbf16>, %t: tensor<Mxi32>, "
+        "%s: tensor<Tx2xi32>, %w: tensor<5x4x6xbf16>, %c: tensor<5xi32>, %o: tensor<6xi32>) {\n"
+        "    %m = slot.gather %x, %t, %s : tensor<Mx6xbf16>\n"
+        "    %g = slot.grouped_linear %m, %w, %c, %o {transposed = false} : tensor<Mx4xf32>\n"
+        "    %r = row.sum %g : tensor<Mx1xf32>\n    yield %r\n  } : tensor<Mx1xf32>"
+    ),
+    "kernel.wgrad": (
+        f"{GATHER}\n  %y = kernel.wgrad %m, %c, %o (%m: tensor<Mx6xbf16>, %c: tensor<5xi32>, %o: tensor<6xi32>) {{\n"
+        "    %g = slot.grouped_wgrad %m, %m, %c, %o : tensor<5x6x6xf32>\n    yield %g\n  } : tensor<5x6x6xf32>"
+    ),
+    "kernel.combine": (
+        f"{GATHER}\n  %y = kernel.combine %m, %s, %t (%m: tensor<Mx6xbf16>, %s: tensor<Tx2xi32>, "
+        "%t: tensor<Mxi32>) {\n"
+        "    %y = slot.combine %m, %s, %t : tensor<Tx6xf32>\n    yield %y\n  } : tensor<Tx6xf32>"
+    ),
+    "kernel.to_picks": (
+        f"{OF_PICK}\n  %y = kernel.to_picks %k, %s, %q (%k: tensor<Mx1xf32>, %s: tensor<Tx2xi32>, "
+        "%q: tensor<Mxi32>) {\n"
+        "    %y = slot.to_picks %k, %s, %q : tensor<Tx2xf32>\n    yield %y\n  } : tensor<Tx2xf32>"
+    ),
+    "kernel.slot_rows": (
+        f"{GATHER}\n  %y = kernel.slot_rows %m (%m: tensor<Mx6xbf16>) {{\n"
+        "    %r = math.neg %m : tensor<Mx6xf32>\n    yield %r\n  } : tensor<Mx6xf32>"
+    ),
     "launch.alloc": (
         '%y = launch.alloc {slot = 3, space = workspace, type = "tensor<T*8 + 5x6xf32>"} : tensor<T*8 + 5x6xf32>'
     ),
     "launch.kernel": (
         '%o = launch.alloc {space = result, type = "tensor<2xf32>"} : tensor<2xf32>\n'
-        '  launch.kernel %p, %o {blocks = B, config = ["threads=256", "odd \\"one\\" \\\\n"], partials = 1, reads = 1, '
-        "symbol = f_finish, template = col_finish} (%a: tensor<2xf32>) {\n"
+        '  launch.kernel %p, %o {blocks = B, config = ["threads=256", "odd \\"one\\" \\\\n"], facts = ["experts=5"], '
+        "partials = 1, reads = 1, symbol = f_finish, template = col_finish} (%a: tensor<2xf32>) {\n"
         "    %b = math.exp %a : tensor<2xf32>\n    yield %b\n  }"
     ),
     "return": "",
