@@ -51,6 +51,8 @@ class _Emitter:
     def generate(self) -> GeneratedKernel:
         body = self._body()
         size = self.product.x.type.dtype.bytes
+        lies = (False, self.across_weight, *self._aligned(size))
+        tile_bytes = self.shape.shared_bytes(size, self.parts, *lies)
         source = render(
             "over_tiles.cu.j2",
             {
@@ -59,7 +61,8 @@ class _Emitter:
                 "headers": ["tile.cuh", "epilogue.cuh", "experts.cuh"],
                 "bounds": f", {self.shape.blocks}" if self.shape.blocks > 1 else "",
                 "constants": self._constants(),
-                "aliases": self._aliases(size),
+                "aliases": self._aliases(self.shape.cuda(self.parts, *lies)),
+                "shared_bytes": tile_bytes,
                 "parameters": self.parameters.lines,
                 "body": indented(body, 2),
             },
@@ -73,7 +76,7 @@ class _Emitter:
             threads=self.shape.threads,
             rows_per_block=1,
             grid="device",
-            shared_bytes=self.shape.shared_bytes(size, self.parts) + -(-tables // 16) * 16,
+            shared_bytes=tile_bytes + -(-tables // 16) * 16,
         )
 
     def _title(self) -> str:
@@ -98,12 +101,9 @@ class _Emitter:
         ]
         return lines
 
-    def _aliases(self, size: int) -> list[Line]:
-        element = STORAGE[self.product.x.type.dtype]
-        left, right = self._aligned(size)
-        shape = self.shape.cuda(self.parts, False, self.across_weight, left, right)
+    def _aliases(self, shape: str) -> list[Line]:
         return [
-            Line("Element", definition=element),
+            Line("Element", definition=STORAGE[self.product.x.type.dtype]),
             Line("Shape", definition=f"moesaic::TileShape<{shape}>"),
             Line("Tile", definition=f"moesaic::{self.shape.tile}<Element, Shape>"),
         ]

@@ -45,9 +45,18 @@ class ProductShape:
         """Neighbouring columns that a thread holds."""
         return 4 if self.tile == "SimtTile" else 2
 
-    def shared_bytes(self, size: int, parts: int, *, left_across: bool = False, right_across: bool = False) -> int:
-        """Shared memory of a block for operands with elements of `size` bytes."""
-        return self.stages * self.depth * 4 * (_up(self.rows, 32) + _up(parts * self.columns, 32))
+    def shared_bytes(
+        self, size: int, parts: int, left_across: bool, right_across: bool, left_align: int, right_align: int
+    ) -> int:
+        """Shared memory of a block for operands with elements of `size` bytes: ``Tile::kSharedBytes``, as generated
+        text asserts."""
+        if self.tile != "SimtTile":
+            return size * self.stages * self.depth * (self.rows + parts * self.columns)
+        floats = self.depth * (_up(self.rows, 32) + _up(parts * self.columns, 32))
+        for across, align in ((left_across, left_align), (right_across, right_align)):
+            if not across:  # gaps, so that lines which are turned on their way go to different banks
+                floats += max(32, 4 * (self.depth * size // align))
+        return 4 * self.stages * floats
 
     @classmethod
     def parse(cls, config: Mapping[str, str]) -> ProductShape:
