@@ -1,15 +1,24 @@
-"""How the tests of experts call them: the one place that says what runs a declaration."""
+"""How the tests of experts call them: the one place that says what runs a declaration, and what they share.
+
+A kernel that was compiled once is kept, so tests share few declarations and numbers of picks.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 import torch
 
+import moesaic as mo
 from moesaic.ir.core import Module
 from moesaic.ir.experts import Experts
 from moesaic.passes.differentiate import derive
+from moesaic.runtime.experts import CompiledExperts
 from moesaic.runtime.reference import TORCH_DTYPES, evaluate
+
+Tensors = dict[str, torch.Tensor]
 
 DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
@@ -70,3 +79,118 @@ def random_inputs(
 def learned(inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The inputs that take a gradient."""
     return {n: t for n, t in inputs.items() if t.requires_grad}
+
+
+# Compiled layers ------------------------------------------------------------------------------------------------------
+
+PRODUCT = 2.0**-20
+"""Of the largest value, for float32: sums of a few hundred products, and an activation between two of them."""
+
+ROUNDED = {torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
+"""Of the largest value: operands are rounded between products (2^-9 and 2^-12 each), and errors of a sum of n add up
+like the root of n where the values do."""
+
+
+def relu2(x: Any) -> Any:
+    return mo.math.relu(x) * mo.math.relu(x)
+
+
+def clamped_after(gate: Any, up: Any) -> Any:
+    return mo.math.minimum(mo.math.silu(gate), 0.5) * mo.math.maximum(mo.math.minimum(up, 0.4), -0.4)
+
+
+GPT_OSS = mo.ClampedSwiGLU(limit=0.6, alpha=1.702, offset=1.0)
+KINDS: dict[str, mo.Experts] = {
+    "swiglu": mo.Experts(5, 24, 16),
+    "odd": mo.Experts(7, 33, 17),
+    "narrow": mo.Experts(3, 1, 1),
+    "wide": mo.Experts(2, 40, 150),
+    "geglu": mo.Experts(5, 24, 16, activation="gelu_tanh"),
+    "bias": mo.Experts(5, 20, 12, bias=True),
+    "gpt_oss": mo.Experts(4, 24, 20, bias=True, transposed=True, interleaved=True, gating=GPT_OSS),
+    "interleaved": mo.Experts(4, 21, 11, interleaved=True),
+    "transposed": mo.Experts(4, 19, 13, transposed=True),
+    "clamped_after": mo.Experts(4, 24, 16, gating=clamped_after),
+    "relu2": mo.Experts(4, 24, 16, gated=False, activation=relu2, bias=True),
+    "input": mo.Experts(4, 24, 16, weight_on="input", transposed=True),
+    "middle": mo.Experts(4, 24, 16, weight_on="middle"),
+    "aligned": mo.Experts(5, 24, 16, align=16),
+    "capacity": mo.Experts(5, 24, 16, capacity=0.7, outputs=("hidden", "counts", "dropped")),
+    "padded": mo.Experts(5, 24, 16, capacity=1.2, pad=True, align=16),
+    "separate": mo.Experts(4, 24, 16, separate=True, transposed="down", bias=True),
+    "one": mo.Experts(1, 24, 16),
+}
+
+
+def tensors_for(
+    experts: mo.Experts, tokens: int, top_k: int, dtype: torch.dtype, *, seed: int = 0, ids: torch.Tensor | None = None
+) -> Tensors:
+    """Inputs whose products have values near 1; ids from -1 to E + 1, with repeats."""
+    g = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        return (scale * torch.randn(shape, generator=g, dtype=torch.float64)).to(dtype)
+
+    e, h, i = experts.num_experts, experts.hidden, experts.intermediate
+    wide = 2 * i if experts.gated and not experts.separate else i
+    up, down = (e, wide, h), (e, h, i)
+    if experts.transposed in (True, "up"):
+        up = (e, h, wide)
+    if experts.transposed in (True, "down"):
+        down = (e, i, h)
+    made = {
+        "x": normal(tokens, h),
+        "indices": torch.randint(-1, e + 2, (tokens, top_k), generator=g, dtype=torch.int32) if ids is None else ids,
+        "weights": torch.rand((tokens, top_k), generator=g, dtype=torch.float64).float(),
+        **{name: normal(*up, scale=h**-0.5) for name in experts.up_names},
+        "down_proj": normal(*down, scale=i**-0.5),
+    }
+    if experts.bias:
+        for name in experts.up_names:
+            made[f"{name}_bias"] = normal(e, wide, scale=0.3)
+        made["down_proj_bias"] = normal(e, h, scale=0.3)
+    return made
+
+
+def run(layer: CompiledExperts, given: Tensors, cotangent: torch.Tensor | None, device: str) -> Tensors:
+    """The result, and the gradient of every float input."""
+    inputs = {n: t.detach().to(device).requires_grad_(t.is_floating_point()) for n, t in given.items()}
+    result = layer(**inputs)
+    hidden = result if isinstance(result, torch.Tensor) else result.hidden
+    made = {"hidden": hidden.detach().cpu()}
+    if not isinstance(result, torch.Tensor):
+        made |= {n: getattr(result, n).cpu() for n in result._fields if n != "hidden"}
+    if cotangent is not None:
+        hidden.backward(cotangent.to(device, hidden.dtype))
+        for name, tensor in inputs.items():
+            if tensor.is_floating_point():
+                assert tensor.grad is not None, f"no gradient of {name}"
+                made[f"d_{name}"] = tensor.grad.cpu()
+    return made
+
+
+def exact(experts: mo.Experts, given: Tensors, cotangent: torch.Tensor) -> Tensors:
+    """The same by the reference, in float64."""
+    layer = mo.compile(replace(experts, dtype=None), backend="reference")
+    wide = {n: t.double() if t.is_floating_point() else t for n, t in given.items()}
+    return run(layer, wide, cotangent.double(), "cpu")
+
+
+def check(found: Tensors, wanted: Tensors, dtype: torch.dtype) -> None:
+    assert found.keys() == wanted.keys()
+    for name, right in wanted.items():
+        if not right.is_floating_point():
+            assert torch.equal(found[name], right), name
+            continue
+        allowed = ROUNDED.get(dtype, PRODUCT)
+        largest = right.abs().max().item() if right.numel() else 0.0
+        error = (found[name].double() - right).abs().max().item() if right.numel() else 0.0
+        assert error <= allowed * largest, f"{name}: off by {error:.3g} where the largest is {largest:.3g}"
+
+
+def cotangent_for(tokens: int, hidden: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(tokens, hidden, generator=torch.Generator().manual_seed(7), dtype=torch.float64).to(dtype)
+
+
+def ids(*rows: list[int]) -> torch.Tensor:
+    return torch.tensor(rows, dtype=torch.int32)
