@@ -11,6 +11,7 @@ import torch
 from moesaic.codegen.target import Target
 from moesaic.ir.errors import InputError, InputTypeError
 from moesaic.ir.experts import Experts
+from moesaic.ir.ops.slot import slots_needed
 from moesaic.ir.types import DType
 from moesaic.runtime import compile as compiling
 from moesaic.runtime.made_once import made_once
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 
 _INDICES = {torch.int16: "i16", torch.int32: "i32", torch.int64: "i64"}
 _FLOATS = {t: d.value for d, t in TORCH_DTYPES.items() if d.is_float}
-_MOST_PICKS = 2**31 - 1
+_MOST = 2**31 - 1
+"""Picks and slots are numbered in 32 bits."""
 
 
 @made_once
@@ -116,8 +118,8 @@ class CompiledExperts:
             raise InputError(f"weights must be floats, found {_shown(weights.dtype)}")
         if indices.dim() < 1 or indices.shape[-1] < 1:
             raise InputError(f"indices must have shape [..., K] with K >= 1, found {list(indices.shape)}")
-        if not torch.compiler.is_compiling() and indices.numel() > _MOST_PICKS:
-            raise InputError(f"T K may be at most {_MOST_PICKS}, found {indices.numel()} indices; split the call")
+        if not torch.compiler.is_compiling():
+            self._check_size(indices.numel() // indices.shape[-1], indices.shape[-1])
         return _layer(
             declared,
             _FLOATS[x.dtype],
@@ -127,6 +129,15 @@ class CompiledExperts:
             self._target,
             self._asked,
         )
+
+    def _check_size(self, tokens: int, top_k: int) -> None:
+        declared = self._declared
+        each, more = slots_needed(declared.num_experts, top_k, declared.align, declared.capacity or 0.0, declared.pad)
+        if max(tokens * top_k, tokens * each + more) > _MOST:
+            raise InputError(
+                f"T K, and the rows that experts need for so many picks, may be at most {_MOST}, found "
+                f"{tokens * top_k} and {tokens * each + more}; split the call"
+            )
 
     @property
     def backend(self) -> str:

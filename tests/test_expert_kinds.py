@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from expert_calls import EXPERT_BACKENDS, run_experts
+from expert_calls import run_experts
 from routing import assert_close, assert_zero, cotangent
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -425,11 +425,20 @@ KINDS = {
     ),
 }
 
-every_backend = pytest.mark.parametrize("backend", EXPERT_BACKENDS)
+EMULATED = ("X1 qwen3_moe", "X5 gpt_oss", "X8 nemotron_h", "X9 llama4")
+"""As different as kinds are: the emulator is slow. A GPU runs them all."""
 
 
-@every_backend
-@pytest.mark.parametrize(("name", "dtype"), [(name, dtype) for name, kind in KINDS.items() for dtype in kind.dtypes])
+def runs() -> Iterator[Any]:
+    """(name, dtype, backend): the reference in every type, compiled experts in float32."""
+    for name, kind in KINDS.items():
+        yield from (pytest.param(name, dtype, "reference") for dtype in kind.dtypes)
+        yield pytest.param(name, torch.float32, "cuda", marks=pytest.mark.gpu)
+        if name in EMULATED:
+            yield pytest.param(name, torch.float32, "emulate", marks=pytest.mark.emulate)
+
+
+@pytest.mark.parametrize(("name", "dtype", "backend"), list(runs()))
 def test_declared_experts_are_those_of_the_model(name: str, dtype: torch.dtype, backend: str) -> None:
     kind = KINDS[name]
     module, p = build(kind, dtype), draw(kind, dtype)

@@ -19,6 +19,7 @@ from routing import assert_close, same_bits
 import moesaic as mo
 from moesaic.codegen import nvrtc
 from moesaic.codegen.kernel import GeneratedKernel
+from moesaic.ir.errors import InputError
 from moesaic.ir.types import DType
 from moesaic.runtime.emulator import Buffer, build
 from moesaic.runtime.plan import Step
@@ -163,6 +164,23 @@ def test_tokens_and_slots_beyond_32_bits() -> None:
     assert torch.equal(last["tokens"], first["tokens"] + far.token)
     assert torch.equal(last["picks"], first["picks"] + far.token * TOP_K)
     assert torch.equal(last["slots"], first["slots"] + far.slot)
+
+
+@pytest.mark.parametrize(
+    ("experts", "tokens", "found"),
+    [
+        (mo.Experts(5, 1, 1), 2**30, "2147483648 and 2147483648"),
+        (mo.Experts(5, 1, 1, align=128), 2**30 - 1, "2147483646 and 2147484281"),
+        (mo.Experts(5, 1, 1, capacity=1.25, pad=True), 2**30 - 2**20, "2145386496 and 3218079749"),
+    ],
+    ids=["picks", "aligned", "padded"],
+)
+def test_more_picks_or_slots_than_can_be_numbered(experts: mo.Experts, tokens: int, found: str) -> None:
+    """Slots that nobody uses count, too: they are numbered like any other."""
+    x, picks, pair = torch.zeros(1, 1), torch.zeros(1, 1, dtype=torch.int32), torch.ones(5, 2, 1)
+    wide = {"x": x.expand(tokens, 1), "indices": picks.expand(tokens, 2), "weights": x.expand(tokens, 2)}
+    with pytest.raises(InputError, match=f"at most 2147483647, found {found}; split the call"):
+        mo.compile(experts)(**wide, gate_up_proj=pair, down_proj=pair[:, :1])
 
 
 @pytest.mark.gpu

@@ -67,6 +67,12 @@ def _wide(*values: Value) -> DType:
     return DType.F64 if any(v.type.dtype is DType.F64 for v in values) else DType.F32
 
 
+def slots_needed(experts: int, top_k: int, align: int, capacity: float, pad: bool) -> tuple[int, int]:
+    """a and b of M = a T + b, the slots that T tokens can need."""
+    each = python_math.ceil(capacity * top_k) if pad else top_k
+    return each, experts * (align if pad else align - 1)
+
+
 class Dispatch(SlotOp):
     """Slots for the picks of T tokens, by a stable counting sort.
 
@@ -116,12 +122,16 @@ class Dispatch(SlotOp):
     @property
     def slots_per_token(self) -> int:
         """a of M = a T + b."""
-        return python_math.ceil(self.capacity * self.top_k) if self.pad else self.top_k
+        return self._needed[0]
 
     @property
     def more_slots(self) -> int:
         """b of M = a T + b."""
-        return self.experts * (self.align if self.pad else self.align - 1)
+        return self._needed[1]
+
+    @property
+    def _needed(self) -> tuple[int, int]:
+        return slots_needed(self.experts, self.top_k, self.align, self.capacity, self.pad)
 
     def rows(self, tokens: int) -> int:
         """C for T tokens; T K if it is unbounded."""
