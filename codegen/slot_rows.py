@@ -82,6 +82,7 @@ def generate(op: Kernel) -> GeneratedKernel:
                 Line("kRows", "kThreads / 32"),
             ],
             "aliases": [],
+            "tile_bytes": 0,
             "parameters": parameters.lines,
             "body": indented([*body, "}"], 2),
         },

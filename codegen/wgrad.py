@@ -17,7 +17,7 @@ from moesaic.ir.core import OpResult, Value
 from moesaic.ir.errors import InternalError, UnsupportedError
 from moesaic.ir.ops import math, slot
 from moesaic.ir.ops.launch import Kernel
-from moesaic.passes.product_shape import ProductShape
+from moesaic.passes.product_shape import Lines, ProductShape
 
 
 def generate(op: Kernel) -> GeneratedKernel:
@@ -45,8 +45,9 @@ class _Emitter:
     def generate(self) -> GeneratedKernel:
         body = self._body()
         size = self.wgrad.a.type.dtype.bytes
-        left, right = (self._aligned(value, size) for value in (self.wgrad.a, self.wgrad.b))
-        shape = self.shape.cuda(1, True, True, left, right)
+        left, right = (Lines(True, self._aligned(value, size)) for value in (self.wgrad.a, self.wgrad.b))
+        shape = self.shape.cuda(1, left, right)
+        tile_bytes = self.shape.shared_bytes(size, 1, left, right)
         source = render(
             "over_tiles.cu.j2",
             {
@@ -60,6 +61,7 @@ class _Emitter:
                     Line("Shape", definition=f"moesaic::TileShape<{shape}>"),
                     Line("Tile", definition=f"moesaic::{self.shape.tile}<Element, Shape>"),
                 ],
+                "tile_bytes": tile_bytes,
                 "parameters": self.parameters.lines,
                 "body": indented(body, 2),
             },
@@ -71,7 +73,7 @@ class _Emitter:
             threads=self.shape.threads,
             rows_per_block=1,
             grid="device",
-            shared_bytes=self.shape.shared_bytes(size, 1, left_across=True, right_across=True),
+            shared_bytes=tile_bytes,
         )
 
     def _constants(self) -> list[Line]:
