@@ -199,8 +199,10 @@ def evaluate(function: Function, inputs: Mapping[str, torch.Tensor]) -> list[tor
             return torch.full((), value.value, dtype=torch.float64 if wide else torch.float32, device=like.device)
         return values[value]
 
-    for op in function.body.ops[:-1]:
-        computed = op.reference(xp, *(read(v) for v in op.operands))
-        results = computed if isinstance(computed, tuple) else (computed,)
-        values.update(zip(op.results, results, strict=True))
+    # Types are those of the IR: autocast would multiply float32 operands in another.
+    with torch.autocast(like.device.type, enabled=False):
+        for op in function.body.ops[:-1]:
+            computed = op.reference(xp, *(read(v) for v in op.operands))
+            results = computed if isinstance(computed, tuple) else (computed,)
+            values.update(zip(op.results, results, strict=True))
     return [read(v) for v in function.returned]

@@ -56,7 +56,7 @@ KINDS: dict[str, mo.Experts] = {
     "transposed": mo.Experts(4, 19, 13, transposed=True),
     "clamped_after": mo.Experts(4, 24, 16, gating=clamped_after),
     "relu2": mo.Experts(4, 24, 16, gated=False, activation=relu2, bias=True),
-    "input": mo.Experts(4, 24, 16, weight_on="input", transposed=True),
+    "input": mo.Experts(4, 24, 16, weight_on="input", transposed=True, bias=True),
     "middle": mo.Experts(4, 24, 16, weight_on="middle"),
     "aligned": mo.Experts(5, 24, 16, align=16),
     "capacity": mo.Experts(5, 24, 16, capacity=0.7, outputs=("hidden", "counts", "dropped")),
