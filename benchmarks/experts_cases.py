@@ -244,7 +244,11 @@ def _compare(
     problems: dict[str, str],
 ) -> None:
     def close(
-        what: str, expected: Tensor, part: Callable[[tuple[Tensor, ...]], Tensor], loose: float = 1.0, whole: bool = False
+        what: str,
+        expected: Tensor,
+        part: Callable[[tuple[Tensor, ...]], Tensor],
+        loose: float = 1.0,
+        whole: bool = False,
     ) -> None:
         for name, results in found.items():
             if name not in problems:
@@ -281,7 +285,7 @@ def _compare(
 def _require_close(what: str, found: Tensor, expected: Tensor, tolerance: float, whole: bool) -> None:
     """Each row's error must be small against that row and the mean row together; rows of zeros must be zeros.
 
-    `whole`: a row's numbers are sums of their own, and the mean row is most of what an error has to be small against."""
+    `whole`: a row's numbers are sums of their own, so that errors have to be small against the mean row above all."""
     if found.shape != expected.shape:
         raise WrongResult(f"{what} has shape {list(found.shape)}, expected {list(expected.shape)}")
     size = expected.norm(dim=-1)

@@ -76,6 +76,10 @@ class Shared:
     def __init__(self) -> None:
         self.stream = torch.cuda.Stream()
         self.pool = torch.cuda.graph_pool_handle()
+        # A pool that no graph uses any more takes no other: this one stays while timers capture theirs again.
+        self._holder = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._holder, pool=self.pool, stream=self.stream):
+            self._held = torch.zeros(1, device="cuda")
 
 
 class GraphTimer:
