@@ -11,7 +11,6 @@ from moesaic.ir.ops import slot
 from moesaic.ir.ops.kernel import narrow_columns
 from moesaic.ir.types import DType
 
-
 _ROWS = 128
 _SIMT_ROWS = 64
 _COLUMNS = 128  # of all parts together
