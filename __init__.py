@@ -16,6 +16,8 @@ _TABLE: dict[str, str] = {
     "Router": "moesaic.ir.declare:Router",
     "Experts": "moesaic.ir.experts:Experts",
     "ClampedSwiGLU": "moesaic.ir.experts:ClampedSwiGLU",
+    "MoE": "moesaic.ir.moe:MoE",
+    "SharedExpert": "moesaic.ir.moe:SharedExpert",
     "norm": "moesaic.ir.declare:norm",
     "sum_top": "moesaic.ir.declare:sum_top",
     "LoadBalance": "moesaic.ir.losses:LoadBalance",
@@ -57,6 +59,7 @@ if TYPE_CHECKING:
     from moesaic.ir.errors import MoesaicError
     from moesaic.ir.experts import ClampedSwiGLU, Experts
     from moesaic.ir.losses import Entropy, LoadBalance, ZLoss
+    from moesaic.ir.moe import MoE, SharedExpert
     from moesaic.ir.parser import parse
     from moesaic.runtime.compile import compile
     from moesaic.runtime.dispatch import combine, dispatch

@@ -43,6 +43,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
+from compiled import needs_of
 from router_bounds import Bounds, Work, bounds, bytes_per_token, total_work
 from router_cases import (
     CASES,
@@ -61,12 +62,10 @@ from router_cases import (
 )
 from timing import GraphTimer, Machine, Timing, commit, driver_version, host_us, measure_machine, sets_for, summary
 
-from moesaic.codegen.kernel import GeneratedKernel
-from moesaic.codegen.resources import Resources
-from moesaic.codegen.target import WARP_THREADS, Target
+from moesaic.codegen.target import Target
 from moesaic.ir import environment
 from moesaic.ir.core import Op
-from moesaic.ir.errors import MoesaicError, ToolchainError
+from moesaic.ir.errors import MoesaicError
 from moesaic.ir.ops.launch import Kernel
 from moesaic.passes.manager import parse_pipeline
 from moesaic.runtime.program import Executable, Program, program_of
@@ -607,36 +606,20 @@ def run_resources(args: argparse.Namespace, target: Target) -> int:
         for kind in ("forward", "training", "backward"):
             executable = variant.executable(kind, target)
             for kernel, op in zip(executable.kernels, _kernel_ops(executable), strict=True):
-                used, sass, shuffles = _compiled(kernel, target)
-                shared = used.static_shared_bytes + kernel.shared_bytes
-                blocks = target.occupancy(used.registers, shared, kernel.threads)
-                warps = blocks * -(-kernel.threads // WARP_THREADS)
+                needs = needs_of(kernel, target)
+                used = needs.used
                 spilling += used.uses_local_memory
                 print(
                     f"{variant.case.name:12}  {variant.dtype:5}  {variant.outputs:7}  {kind:8}  "
                     f"{op.configuration.get('lanes', '-'):>5}  {kernel.threads:7}  "
                     f"{op.configuration.get('select', '-'):6}  {used.registers:4}  "
                     f"{used.spill_store_bytes + used.spill_load_bytes:6}  {used.stack_bytes:5}  "
-                    f"{shared:6}  {blocks:9}  {warps / target.max_warps_per_sm:5.0%}  "
-                    f"{sass:>5}  {shuffles:>4}{'  LOCAL MEMORY' if used.uses_local_memory else ''}",
+                    f"{needs.shared_bytes:6}  {needs.blocks:9}  {needs.warps:5.0%}  "
+                    f"{needs.count():>5}  {needs.count('SHFL'):>4}{'  LOCAL MEMORY' if used.uses_local_memory else ''}",
                     flush=True,
                 )
     print(f"{spilling} kernels use local memory")
     return 1 if spilling else 0
-
-
-def _compiled(kernel: GeneratedKernel, target: Target) -> tuple[Resources, str, str]:
-    """Resources, and the numbers of instructions and shuffles, ``-`` without a disassembler."""
-    from moesaic.codegen.disassemble import disassemble
-    from moesaic.runtime.execute import compiled_kernel
-
-    compiled = compiled_kernel(kernel, target)
-    try:
-        lines = [line.split("*/", 1)[1] for line in disassemble(compiled.cubin).splitlines() if "*/" in line]
-    except ToolchainError:
-        return compiled.resources, "-", "-"
-    instructions = [line for line in lines if ";" in line and "NOP" not in line]
-    return compiled.resources, str(len(instructions)), str(sum("SHFL" in line for line in instructions))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -12,9 +12,10 @@ import math
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -25,6 +26,7 @@ MOST_SETS = 128
 """Input sets of one measurement; tiny inputs stay in the L2 cache even so, as they do behind a gate product."""
 
 _MOST_CALLS = 2048  # nodes cost host memory and time to capture
+_MOST_REPLAYS = 60
 _WARM_UPS = 3
 
 
@@ -65,6 +67,21 @@ class Machine:
         )
 
 
+class Shared:
+    """A stream and a pool of memory for graphs that are never replayed at the same time.
+
+    What a call makes and drops lies where the other graphs' calls have theirs; what it returns does not.
+    """
+
+    def __init__(self) -> None:
+        self.stream = torch.cuda.Stream()
+        self.pool = torch.cuda.graph_pool_handle()
+        # A pool that no graph uses any more takes no other: this one stays while timers capture theirs again.
+        self._holder = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._holder, pool=self.pool, stream=self.stream):
+            self._held = torch.zeros(1, device="cuda")
+
+
 class GraphTimer:
     """A call captured in a CUDA graph, ready to be timed as often as one likes.
 
@@ -75,12 +92,14 @@ class GraphTimer:
         call: see `Call`; it must neither synchronise nor change between calls.
         sets: how many input sets to go round.
         least_ms: a replay shall take at least this long; the rounds over the sets are repeated until it does.
+        shared: what timers that exist at once and are replayed in turn have in common, see `Shared`.
     """
 
-    def __init__(self, call: Call, sets: int = 1, least_ms: float = 1.0) -> None:
+    def __init__(self, call: Call, sets: int = 1, least_ms: float = 1.0, shared: Shared | None = None) -> None:
         self._call = call
         self._sets = sets
-        self._stream = torch.cuda.Stream()
+        self._pool = None if shared is None else shared.pool
+        self._stream = torch.cuda.Stream() if shared is None else shared.stream
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for i in range(_WARM_UPS):
@@ -89,6 +108,7 @@ class GraphTimer:
         torch.cuda.synchronize()
         self._rounds = 1
         self._kept: list[object] = []
+        self._last_ms = 1.0
         self._graph: torch.cuda.CUDAGraph | None = None
         self._graph = self._capture()
         for _ in range(3):
@@ -110,7 +130,7 @@ class GraphTimer:
         self._graph = None
         self._kept = [None] * self._sets
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=self._stream):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             for n in range(self.calls):
                 self._kept[n % self._sets] = self._call(n % self._sets)
         graph.replay()
@@ -128,9 +148,21 @@ class GraphTimer:
             assert self._graph is not None
             self._graph.replay()
 
+    @property
+    def replay_ms(self) -> float:
+        """About how long a replay takes."""
+        return self._last_ms
+
+    def burst(self, ms: float) -> list[float]:
+        """Microseconds a call of replays that follow one another and together take about `ms`; at least one."""
+        times = self._events(max(1, min(_MOST_REPLAYS, round(ms / self._last_ms))))
+        self._last_ms = max(statistics.median(times), 1e-3)
+        return [1e3 * t / self.calls for t in times]
+
     def _replay_ms(self) -> float:
         """The shorter of two replays."""
-        return max(min(self._events(2)), 1e-3)
+        self._last_ms = max(min(self._events(2)), 1e-3)
+        return self._last_ms
 
     def _events(self, replays: int) -> list[float]:
         assert self._graph is not None
@@ -160,6 +192,35 @@ def summary(samples: Sequence[float], calls: int) -> Timing:
     middle = ordered[cut : len(ordered) - cut]
     median = statistics.median(ordered)
     return Timing(median, (middle[-1] - middle[0]) / median, len(ordered), calls)
+
+
+class Bursts(Protocol):
+    """What can be timed in turn with others: a `GraphTimer`, or what a test puts in its place."""
+
+    @property
+    def calls(self) -> int: ...
+
+    @property
+    def replay_ms(self) -> float: ...
+
+    def burst(self, ms: float) -> list[float]: ...
+
+
+def in_turn(timers: Mapping[str, Bursts], ms: float, rounds: int = 5, least_rounds: int = 3) -> dict[str, Timing]:
+    """Times all of them in short bursts, one after the other, so that a card's clock is the same for each.
+
+    Args:
+        ms: of replays for each of them, in all rounds together. A replay that takes longer than that is timed
+            `least_rounds` times.
+        rounds: how often each has its turn.
+    """
+    longest = max((timer.replay_ms for timer in timers.values()), default=0.0)
+    turns = max(least_rounds, min(rounds, int(rounds * ms / max(longest, 1e-3))))
+    samples: dict[str, list[float]] = {name: [] for name in timers}
+    for _ in range(turns):
+        for name, timer in timers.items():
+            samples[name] += timer.burst(ms / turns)
+    return {name: summary(found, timers[name].calls) for name, found in samples.items()}
 
 
 def sets_for(bytes_per_set: float, l2_bytes: int) -> tuple[int, bool]:

@@ -279,10 +279,15 @@ class Epilogue:
         if self.is_row(value):
             given = self.parameters.given(index)
             pointer = self.parameters.pointer(index)
-            if columns_of(given) != 1:
-                raise UnsupportedError(f"{self.parameters.op.symbol}: reads partial sums of rows")
             where = f"{pointer} + {self.place} * {self.parameters.stride(index)}"
-            self.for_row.append(f"const float {self.name(value)} = moesaic::to_float(moesaic::load_one({where}));")
+            name, parts = self.name(value), columns_of(given)
+            if parts == 1:
+                self.for_row.append(f"const float {name} = moesaic::to_float(moesaic::load_one({where}));")
+            else:  # in the order of the columns
+                self.for_row += [
+                    f"float {name} = 0.0f;",
+                    f"for (int p = 0; p < {parts}; ++p) {name} += moesaic::load_one({where} + p);",
+                ]
         else:
             self._load_columns(value, self.row_pointer(index, self.place), self.parameters.align(index))
 

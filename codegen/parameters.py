@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from moesaic.codegen.kernel import Argument
 from moesaic.codegen.row_program import STORAGE, Line
+from moesaic.ir.core import BlockArgument
 from moesaic.ir.errors import UnsupportedError
 from moesaic.ir.ops.launch import Kernel
 
@@ -30,8 +31,11 @@ class Parameters:
         return name
 
     def rows_pointer(self, index: int) -> tuple[str, str]:
-        """The address of an operand, and the elements between its rows."""
+        """The address of an operand, and the elements between its rows: what a kernel has written is dense."""
         name = self.pointer(index)
+        given = self.op.operands[index]
+        if not isinstance(given, BlockArgument):
+            return name, f"{given.type.shape[1]}LL"
         stride = self.unique(f"{name.removesuffix('_ptr')}_stride")
         self._add(f"long long {stride}", Argument("stride", index), "elements between rows")
         return name, stride

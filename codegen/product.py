@@ -17,7 +17,7 @@ from moesaic.ir.errors import InternalError
 from moesaic.ir.ops import slot
 from moesaic.ir.ops.kernel import SUM_COLUMNS, narrow_columns
 from moesaic.ir.ops.launch import Kernel
-from moesaic.passes.product_shape import ProductShape
+from moesaic.passes.product_shape import Lines, ProductShape
 
 
 def generate(op: Kernel) -> GeneratedKernel:
@@ -46,13 +46,13 @@ class _Emitter:
         self.in_turn = any(o.interleaved for o in self.region.ops if isinstance(o, slot.Split | slot.Join))
         # In turn, gates and ups are neighbouring columns of one product; else they are two products.
         self.parts = 2 if self.halves and not self.in_turn else 1
-        self.across_weight = self.product.transposed
+        size = self.product.x.type.dtype.bytes
+        left, right = self._aligned(size)
+        self.left, self.right = Lines(False, left), Lines(self.product.transposed, right)
+        self.tile_bytes = self.shape.shared_bytes(size, self.parts, self.left, self.right)
 
     def generate(self) -> GeneratedKernel:
         body = self._body()
-        size = self.product.x.type.dtype.bytes
-        lies = (False, self.across_weight, *self._aligned(size))
-        tile_bytes = self.shape.shared_bytes(size, self.parts, *lies)
         source = render(
             "over_tiles.cu.j2",
             {
@@ -61,8 +61,8 @@ class _Emitter:
                 "headers": ["tile.cuh", "epilogue.cuh", "experts.cuh"],
                 "bounds": f", {self.shape.blocks}" if self.shape.blocks > 1 else "",
                 "constants": self._constants(),
-                "aliases": self._aliases(self.shape.cuda(self.parts, *lies)),
-                "shared_bytes": tile_bytes,
+                "aliases": self._aliases(),
+                "tile_bytes": self.tile_bytes,
                 "parameters": self.parameters.lines,
                 "body": indented(body, 2),
             },
@@ -76,7 +76,7 @@ class _Emitter:
             threads=self.shape.threads,
             rows_per_block=1,
             grid="device",
-            shared_bytes=tile_bytes + -(-tables // 16) * 16,
+            shared_bytes=self.tile_bytes + -(-tables // 16) * 16,
         )
 
     def _title(self) -> str:
@@ -101,9 +101,11 @@ class _Emitter:
         ]
         return lines
 
-    def _aliases(self, shape: str) -> list[Line]:
+    def _aliases(self) -> list[Line]:
+        element = STORAGE[self.product.x.type.dtype]
+        shape = self.shape.cuda(self.parts, self.left, self.right)
         return [
-            Line("Element", definition=STORAGE[self.product.x.type.dtype]),
+            Line("Element", definition=element),
             Line("Shape", definition=f"moesaic::TileShape<{shape}>"),
             Line("Tile", definition=f"moesaic::{self.shape.tile}<Element, Shape>"),
         ]
@@ -113,7 +115,7 @@ class _Emitter:
         source = self._rows_operand()
         left = python_math.gcd(self.parameters.align(self.parameters.index(source)), self.depth * size)
         right = self.parameters.align(self.parameters.index(self.product.weight))
-        if self.across_weight:
+        if self.product.transposed:
             right = python_math.gcd(right, (self.columns if self.parts == 2 else self.outer) * size)
         else:
             right = python_math.gcd(right, self.depth * size)
@@ -201,7 +203,7 @@ class _Emitter:
         end = "2 * kColumns" if self.halves and self.in_turn else "kColumns"
         part = "part * kColumns + " if self.parts == 2 else ""
         unused = "part" if self.parts == 2 else "/*part*/"
-        if self.across_weight:
+        if self.product.transposed:
             lines += [
                 f"const auto right = [&](int {unused}, long long k) -> const Element* {{",
                 f"  return weight + k * {row_stride} + {part}{start};",

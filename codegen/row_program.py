@@ -181,8 +181,7 @@ class _Emitter:
             self.out.parameters.append(Line(declaration=pointer, why=shape))
             arguments.append(Argument("pointer", index))
             if read and self._has_stride(value):
-                self.out.parameters.append(Line(declaration=f"long long {name}_stride", why="elements between rows"))
-                arguments.append(Argument("stride", index))
+                self._stride(index, f"{name}_stride", arguments)
         self.out.parameters.append(Line(declaration="long long tokens"))
         arguments.append(Argument("tokens"))
         by_sequence = [i for i, a in enumerate(self.region.arguments) if a.type.leading == "N"]
@@ -190,6 +189,15 @@ class _Emitter:
             self.out.parameters.append(Line(declaration="long long sequences"))
             arguments.append(Argument("rows", by_sequence[0]))
         return tuple(arguments)
+
+    def _stride(self, index: int, name: str, arguments: list[Argument]) -> None:
+        """Elements between the rows of an operand: an input's are told, what a kernel before has written is dense."""
+        given = self.op.operands[index]
+        if isinstance(given, BlockArgument):
+            self.out.parameters.append(Line(declaration=f"long long {name}", why="elements between rows"))
+            arguments.append(Argument("stride", index))
+        else:
+            self.out.constants.append(Line(name, str(given.type.shape[1]), definition="long long"))
 
     def _is_loaded(self, value: Value) -> bool:
         gathered = any(isinstance(o, row.Gather) and value is o.x for o in self.region.ops)

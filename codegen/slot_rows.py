@@ -1,4 +1,7 @@
-"""Elementwise ops and sums of rows over slots that no product has at hand: a warp a row, zeros in dead ones."""
+"""Elementwise ops and sums of rows, of slots or tokens, that no product has at hand.
+
+A warp has a row at a time. Dead rows get zeros.
+"""
 
 from __future__ import annotations
 
@@ -23,24 +26,31 @@ def generate(op: Kernel) -> GeneratedKernel:
     parameters = Parameters(op)
     region = parameters.region
     threads = int(op.configuration["threads"])
-    rows = [v for o in region.ops for v in (*o.operands, *o.results) if v.type.rank == 2]
-    rows = [v for v in rows if v.type.leading == slot.SLOTS]
+    # Of tokens, all rows are in use.
+    of_tokens = all(v.type.leading != slot.SLOTS for v in region.terminator.operands)
+    place, leading = ("token", "T") if of_tokens else ("slot", slot.SLOTS)
+    values = [*region.arguments, *(r for o in region.ops for r in o.results)]
+    rows = [v for v in values if v.type.rank == 2 and v.type.leading == leading]
     halves = any(isinstance(o, slot.Split | slot.Join) for o in region.ops)
     columns = max(columns_of(v) for v in rows) // (2 if halves else 1)
     size = max(v.type.dtype.bytes for v in rows)
     vector = next(n for n in (8, 4, 2, 1) if n * size <= _BYTES_OF_A_LANE and (columns % n == 0 or n == 1))
-    live = parameters.index(_live(op, region))
     parameters.taken |= {"lane", "slots"}
-    slots = parameters.rows(live, "slots")
-    live_ptr = parameters.pointer(live)
-    epilogue = Epilogue(parameters, columns, vector, None)
+    dead: list[str] = []
+    if of_tokens:
+        count = parameters.tokens()
+    else:
+        live = parameters.index(_live(op, region))
+        count = parameters.rows(live, "slots")
+        dead = _dead(parameters, parameters.pointer(live))
+    epilogue = Epilogue(parameters, columns, vector, None, place)
     epilogue.emit([])
     body = [
         "const int lane = threadIdx.x % 32;",
         "constexpr int i = 0;  // a warp has one row at a time",
         "const long long first = static_cast<long long>(blockIdx.x) * kRows + threadIdx.x / 32;",
-        f"for (long long slot = first; slot < {slots}; slot += static_cast<long long>(gridDim.x) * kRows) {{",
-        *indented(_dead(parameters, live_ptr), 2),
+        f"for (long long {place} = first; {place} < {count}; {place} += static_cast<long long>(gridDim.x) * kRows) {{",
+        *indented(dead, 2),
         *indented(_expert(parameters), 2),
         *(f"  float {name}[1] = {{}};" for name, _ in epilogue.sums),
         *indented(epilogue.for_row, 2),
@@ -64,13 +74,13 @@ def generate(op: Kernel) -> GeneratedKernel:
             "  for (int lanes = 16; lanes > 0; lanes /= 2) {",
             f"    {name}[i] += __shfl_xor_sync(0xffffffffu, {name}[i], lanes);",
             "  }",
-            f"  if (lane == 0) moesaic::store_one({epilogue.sum_pointer(value)} + slot, {name}[i]);",
+            f"  if (lane == 0) moesaic::store_one({epilogue.sum_pointer(value)} + {place}, {name}[i]);",
         ]
     experts = _experts(region)
     source = render(
         "over_tiles.cu.j2",
         {
-            "banner": banner(op, "what is elementwise over rows of slots, a warp a row"),
+            "banner": banner(op, f"what is elementwise over rows of {place}s, a warp a row"),
             "symbol": op.symbol,
             "headers": ["epilogue.cuh", "experts.cuh"],
             "bounds": "",
@@ -82,7 +92,7 @@ def generate(op: Kernel) -> GeneratedKernel:
                 Line("kRows", "kThreads / 32"),
             ],
             "aliases": [],
-            "shared_bytes": 0,
+            "tile_bytes": 0,
             "parameters": parameters.lines,
             "body": indented([*body, "}"], 2),
         },

@@ -13,11 +13,11 @@ from moesaic.codegen.epilogue import Parameters, columns_of, indented
 from moesaic.codegen.kernel import GeneratedKernel
 from moesaic.codegen.render import banner, render
 from moesaic.codegen.row_program import STORAGE, Line, comment, short_name
-from moesaic.ir.core import OpResult, Value
+from moesaic.ir.core import BlockArgument, OpResult, Value
 from moesaic.ir.errors import InternalError, UnsupportedError
 from moesaic.ir.ops import math, slot
 from moesaic.ir.ops.launch import Kernel
-from moesaic.passes.product_shape import ProductShape
+from moesaic.passes.product_shape import Lines, ProductShape
 
 
 def generate(op: Kernel) -> GeneratedKernel:
@@ -45,8 +45,9 @@ class _Emitter:
     def generate(self) -> GeneratedKernel:
         body = self._body()
         size = self.wgrad.a.type.dtype.bytes
-        lies = (True, True, *(self._aligned(value, size) for value in (self.wgrad.a, self.wgrad.b)))
-        shape, tile_bytes = self.shape.cuda(1, *lies), self.shape.shared_bytes(size, 1, *lies)
+        left, right = (Lines(True, self._aligned(value, size)) for value in (self.wgrad.a, self.wgrad.b))
+        shape = self.shape.cuda(1, left, right)
+        tile_bytes = self.shape.shared_bytes(size, 1, left, right)
         source = render(
             "over_tiles.cu.j2",
             {
@@ -60,7 +61,7 @@ class _Emitter:
                     Line("Shape", definition=f"moesaic::TileShape<{shape}>"),
                     Line("Tile", definition=f"moesaic::{self.shape.tile}<Element, Shape>"),
                 ],
-                "shared_bytes": tile_bytes,
+                "tile_bytes": tile_bytes,
                 "parameters": self.parameters.lines,
                 "body": indented(body, 2),
             },
@@ -180,7 +181,7 @@ class _Emitter:
             rows, factor = self._summed(op)
             beside, columns, first, tile = (
                 ("first_column == 0", "kRows", "first_row", "kTileRows")
-                if rows is self.wgrad.a
+                if rows is self.wgrad.a or (rows is not self.wgrad.b and columns_of(rows) == columns_of(self.wgrad.a))
                 else ("first_row == 0", "kColumns", "first_column", "kTileColumns")
             )
             value, expression = self._cast(op.y, "total")
@@ -215,9 +216,9 @@ class _Emitter:
         return lines
 
     def _summed(self, op: slot.ExpertSums) -> tuple[Value, slot.OfPick | None]:
-        """The operand whose rows are summed, and the numbers of picks that they are multiplied with."""
+        """The rows that are summed, and the numbers of picks that they are multiplied with."""
         operands = (self.wgrad.a, self.wgrad.b)
-        if op.x in operands:
+        if op.x in operands or isinstance(op.x, BlockArgument):
             return op.x, None
         product = op.x.op if isinstance(op.x, OpResult) else None
         if isinstance(product, math.Mul):

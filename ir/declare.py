@@ -353,19 +353,32 @@ class Router:
         `masked` adds the input ``token_mask`` [T], i1: tokens where it is false have indices -1, weights 0, and no
         share in counts, losses or gradients.
         """
-        return _Declaration(self, DType.parse(dtype or self.dtype or "f32"), masked).build()
+        b = Builder(self.name)
+        logits = b.input("logits", tensor(DType.parse(dtype or self.dtype or "f32"), symbol("T"), self.columns))
+        made, _, _ = self.add_to(b, logits, masked=masked)
+        return b.build(**{name: made[name] for name in self.result_names})
+
+    @property
+    def result_names(self) -> tuple[str, ...]:
+        """What the function returns: the outputs, then the losses."""
+        return (*self.outputs, *(LOSS_PREFIX + name for name in self.losses))
+
+    def add_to(self, b: Builder, logits: Value, *, masked: bool = False) -> tuple[dict[str, Value], Value, Value]:
+        """Adds the router to a function that has the logits [T, E]: its results by name, and the picks [T, K] i32 and
+        their weights [T, K] f32. Whatever else was declared becomes an input."""
+        return _Declaration(self, b, logits, masked).results()
 
 
 class _Declaration:
     """A router turned into IR, step by step in the order of the grammar."""
 
-    def __init__(self, router: Router, dtype: DType, masked: bool) -> None:
+    def __init__(self, router: Router, b: Builder, logits: Value, masked: bool) -> None:
         self.router = router
-        self.dtype = dtype
-        self.b = b = Builder(router.name)
+        self.dtype = logits.type.dtype
+        self.b = b
         self.experts = router.columns
         tokens = symbol("T")
-        self.raw: Value = b.input("logits", tensor(dtype, tokens, self.experts))
+        self.raw: Value = logits
         self.mask: Value | None = None
         if masked:
             self.mask = _op(b, "row.unsqueeze", b.input("token_mask", tensor(DType.I1, tokens)))
@@ -385,7 +398,7 @@ class _Declaration:
         # Picks are ranked on what is in memory where they can be: masked tokens have none.
         self.ranked_as = {kept: self.raw}
 
-    def build(self) -> Module:
+    def results(self) -> tuple[dict[str, Value], Value, Value]:
         router, b = self.router, self.b
         given = router.selection == "given"
         self.indices, weights = self._given() if given else self._select()
@@ -405,7 +418,7 @@ class _Declaration:
         self.weights = math.select(_is_away(self.indices), 0.0, weights) if given else self._masked(weights)
         made = {name: self._output(name) for name in router.outputs}
         made |= {LOSS_PREFIX + name: self._loss(loss) for name, loss in router.losses.items()}
-        return b.build(**made)
+        return made, self.indices, self.weights
 
     def _given(self) -> tuple[Value, Value]:
         """(indices, weights before the division) of picks that are an input; weights are 0 where they are not here."""

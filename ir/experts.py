@@ -175,12 +175,20 @@ class Experts:
         if top_k < 1:
             raise InputError(f"indices must hold one pick a token or more, found {top_k}")
         b = Builder(self.name)
+        x = b.input("x", tensor(dtype, "T", self.hidden))
+        ids = b.input("indices", tensor(indices, "T", top_k))
+        factors = b.input("weights", tensor(weights, "T", top_k))
+        made = self.add_to(b, x, ids, factors)
+        made["hidden"] = stored(made["hidden"], dtype)
+        return b.build(**{name: made[name] for name in self.outputs})
+
+    def add_to(self, b: Builder, x: Value, indices: Value, weights: Value) -> dict[str, Value]:
+        """Adds the experts to a function that has x [T, H], the picks and their weights [T, K]: every output,
+        ``hidden`` not rounded yet. Weights and biases become inputs."""
+        dtype = x.type.dtype
         e, h, i = self.num_experts, self.hidden, self.intermediate
         wide = 2 * i if self.gated and not self.separate else i
         up_transposed, down_transposed = (self.transposed in (True, side) for side in ("up", "down"))
-        x = b.input("x", tensor(dtype, "T", h))
-        ids = b.input("indices", tensor(indices, "T", top_k))
-        factors = b.input("weights", tensor(weights, "T", top_k))
         lies = (h, wide) if up_transposed else (wide, h)
         ups = [b.input(name, tensor(dtype, e, *lies)) for name in self.up_names]
         down_proj = b.input("down_proj", tensor(dtype, e, *((i, h) if down_transposed else (h, i))))
@@ -190,7 +198,7 @@ class Experts:
             "pad": self.pad or None,
             "align": None if self.align == 1 else self.align,
         }
-        counts, offsets, tokens, picks, slots, dropped = b.op("slot.dispatch", ids, experts=e, **options)
+        counts, offsets, tokens, picks, slots, dropped = b.op("slot.dispatch", indices, experts=e, **options)
         groups = (counts, offsets)
 
         def biased(value: Value, name: str, columns: int) -> Value:
@@ -201,31 +209,41 @@ class Experts:
 
         rows = b.op("slot.gather", x, tokens, slots)
         if self.weight_on == "input":
-            rows = stored(rows * create_one("slot.of_pick", factors, picks, slots), dtype)
+            rows = stored(rows * create_one("slot.of_pick", weights, picks, slots), dtype)
         first = [b.op("slot.grouped_linear", rows, up, *groups, transposed=up_transposed) for up in ups]
         for value, name in zip(first, ("h",) if len(first) == 1 else ("h_gate", "h_up"), strict=True):
             value.name = name
         middle = self._activated([biased(v, f"{n}_bias", wide) for v, n in zip(first, self.up_names, strict=True)])
         if self.weight_on == "middle":
-            middle = middle * create_one("slot.of_pick", factors, picks, slots)
+            middle = middle * create_one("slot.of_pick", weights, picks, slots)
         middle = stored(middle, dtype)
         middle.name = middle.name or "activated"
         second = b.op("slot.grouped_linear", middle, down_proj, *groups, transposed=down_transposed)
         second = stored(biased(second, "down_proj_bias", h), dtype)
         second.name = "outputs"
-        weighted = (factors, picks) if self.weight_on == "output" else ()
-        hidden = stored(b.op("slot.combine", second, slots, tokens, *weighted), dtype)
-        made = {"hidden": hidden, "counts": counts, "dropped": dropped}
-        return b.build(**{name: made[name] for name in self.outputs})
+        weighted = (weights, picks) if self.weight_on == "output" else ()
+        hidden = b.op("slot.combine", second, slots, tokens, *weighted)
+        return {"hidden": hidden, "counts": counts, "dropped": dropped}
 
     def _activated(self, first: list[Value]) -> Value:
-        activation = ACTIVATIONS[self.activation] if isinstance(self.activation, str) else self.activation
-        if not self.gated:
-            return _checked("activation", activation(first[0]), first[0])
-        gate, up = first if self.separate else create_split(first[0], self.interleaved)
-        if self.gating is not None:
-            return _checked("gating", self.gating(gate, up), gate)
-        return _checked("activation", activation(gate), gate) * up
+        if self.gated and not self.separate:
+            first = list(create_split(first[0], self.interleaved))
+        return activated(first, self.activation, self.gating)
+
+
+def activated(first: list[Value], activation: Activation, gating: Gating | None) -> Value:
+    """What follows the first product: act(h), or of gate and up act(gate) * up or gating(gate, up).
+
+    Raises:
+        InputError: the functions give something else than a value of the shape of their operand.
+    """
+    function = ACTIVATIONS[activation] if isinstance(activation, str) else activation
+    if len(first) == 1:
+        return _checked("activation", function(first[0]), first[0])
+    gate, up = first
+    if gating is not None:
+        return _checked("gating", gating(gate, up), gate)
+    return _checked("activation", function(gate), gate) * up
 
 
 def _checked(what: str, made: object, operand: Value) -> Value:

@@ -9,6 +9,7 @@ operands, so their results are always on the kept side.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -49,11 +50,11 @@ class ChooseSaved(Pass):
         _values_from_picks(consumer.region)
         sweep(consumer.region)
 
-        known = {key: value for value, key in value_keys(producer.region).items()}
+        known = {key: value for value, key in value_keys(producer.region, _outside(forward, producer)).items()}
         names = {key: _name(forward, producer, _as_returned(producer, value)) for key, value in known.items()}
         shared: dict[Value, Value] = {}
         name_of: dict[Value, str] = {}
-        for value, key in value_keys(consumer.region).items():
+        for value, key in value_keys(consumer.region, _outside(backward, consumer)).items():
             if not isinstance(value, OpResult) or value.type.leading != "T":
                 continue  # what is the same for all tokens is computed once a block
             if key in known and (not self.kept or names[key] in self.kept):
@@ -106,9 +107,20 @@ def _values_from_picks(region: Block) -> None:
             region.replace({op.values: values})
 
 
-def value_keys(region: Block) -> dict[Value, str]:
-    """A digest for each value of how it is computed from the region's named arguments."""
-    keys: dict[Value, str] = {a: _digest("argument", a.name, str(a.type)) for a in region.arguments}
+def _outside(function: Function, kernel: RowProgram) -> dict[Value, str]:
+    """What both functions call that which a kernel takes: an input, or a result of forward that backward takes."""
+    assert kernel.region is not None
+    handed_out = dict(zip(function.returned, function.result_names, strict=True))
+    return {
+        inside: handed_out.get(given, given.name)
+        for given, inside in zip(kernel.operands, kernel.region.arguments, strict=True)
+        if not isinstance(given, BlockArgument)
+    }
+
+
+def value_keys(region: Block, names: Mapping[Value, str] = {}) -> dict[Value, str]:
+    """A digest for each value of how it is computed from the region's arguments: `names`, or else their own."""
+    keys: dict[Value, str] = {a: _digest("argument", names.get(a, a.name), str(a.type)) for a in region.arguments}
     for op in region.ops:
         operands = [f"constant {v.value!r}" if isinstance(v, Constant) else keys[v] for v in op.operands]
         for r in op.results:

@@ -2,8 +2,8 @@
 
 With s a number a row:
 
-- ``linear(s x)`` becomes ``s linear(x)`` where x is gathered: its rows are then read where they are.
-- ``wgrad(s a, b)`` becomes ``wgrad(a, s b)`` where a is gathered and b is not.
+- ``linear(s x)`` becomes ``s linear(x)`` where x is gathered, or an input: its rows are then read where they are.
+- ``wgrad(s a, b)`` becomes ``wgrad(a, s b)`` where that holds for a, and not for b.
 - ``row.sum(x * linear(a))`` becomes ``row.sum(linear_transposed(x) * a)``, in backward, where the transposed product is
   computed anyway: the gradient of a weight needs no output of the product. A vector that was added to the product
   leaves a sum of its own.
@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from moesaic.ir.core import Block, Module, Op, OpResult, Value, create_one
+from moesaic.ir.core import Block, BlockArgument, Module, Op, OpResult, Value, create_one
 from moesaic.ir.ops import math, row, slot
 from moesaic.passes.dce import sweep
 from moesaic.passes.differentiate import SUFFIX
@@ -59,25 +59,28 @@ def _unrounded(value: Value) -> Value:
 
 
 def _factored(value: Value) -> tuple[Value, Value] | None:
-    """x and s of ``s x`` with s a number a row; looks through the rounding of the product."""
+    """x and s of ``s x`` with s a number a row, and x of the type of the value; looks through casts of both."""
     op = _op(_unrounded(value))
     if isinstance(op, math.Mul):
         for x, s in ((op.a, op.b), (op.b, op.a)):
             if s.type.rank == 2 and s.type.shape[1] == 1 and x.type.shape != s.type.shape:
-                return x, s
+                x = x if x.type.dtype is value.type.dtype else _unrounded(x)
+                return (x, s) if x.type.dtype is value.type.dtype else None
     return None
 
 
-def _gathered(value: Value) -> bool:
-    return isinstance(_op(value), slot.Gather)
+def _is_there(value: Value) -> bool:
+    """Whether rows are read where they lie, and need not be written before."""
+    return isinstance(value, BlockArgument) or isinstance(_op(value), slot.Gather)
 
 
 def _past_product(block: Block, op: slot.Product) -> bool:
     found = _factored(op.x)
-    if found is None or not _gathered(found[0]) or found[0].type.dtype is not op.x.type.dtype:
+    if found is None or not _is_there(found[0]):
         return False
     with inserting_before(block, op):
         plain = create_one(op.name, found[0], *op.operands[1:], block=block, **op.attributes)
+        plain.name = op.result.name
         value = plain * found[1]
     replace_op(block, op, [value])
     return True
@@ -87,7 +90,7 @@ def _past_wgrad(block: Block, op: slot.GroupedWgrad | slot.Wgrad) -> bool:
     for number in (0, 1):
         mine, other = op.operands[number], op.operands[1 - number]
         found = _factored(mine)
-        if found is None or not _gathered(found[0]) or _gathered(other) or found[0].type.dtype is not mine.type.dtype:
+        if found is None or not _is_there(found[0]) or _is_there(other):
             continue
         with inserting_before(block, op):
             op.operands[1 - number] = slot.stored(_unrounded(other) * found[1], other.type.dtype)

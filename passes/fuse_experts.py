@@ -3,7 +3,8 @@
 A value that has to lie in memory (an operand of a product or of combine, a result, what backward keeps) is written by
 the latest product or combine it depends on; if it depends on none, by a product that has what it is computed from at
 hand, and else by a ``kernel.slot_rows``. Whatever else is elementwise is computed again wherever it is needed. A
-gather in front of a product is its prologue: rows are read where they are.
+gather in front of a product is its prologue: rows are read where they are. The ops of a router are left, one after
+the other and in their place between the kernels, for ``fuse-score-topk``.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from moesaic.ir.core import Block, BlockArgument, Constant, Function, Module, Op
 from moesaic.ir.ops import kernel, math, row, slot
 from moesaic.passes.manager import Pass, PassContext
 from moesaic.passes.rewriting import inserting_before
+from moesaic.passes.row_part import row_part
 
 _PRODUCTS = (slot.GroupedLinear, slot.Linear)
 _WGRADS = (slot.GroupedWgrad, slot.Wgrad)
@@ -54,30 +56,33 @@ class _Fusion:
         self.wgrad_sums: dict[Op, list[Op]] = {}
         self.shared: set[Value] = set()
         """Products that other kernels read, as they lie in memory."""
+        self.router = _Router(self.body)
 
     def run(self) -> None:
         self._store_operands()
         self._place()
         ops = self.body.ops[:-1]
         terminator = self.body.terminator
-        for op in ops:
-            if isinstance(op, slot.Dispatch):
-                self._dispatch(op)
-        waiting = self._kernels(ops)
+        waiting: list[_Unit] = [self.router] if self.router.ops else []
+        waiting += [_Dispatch(op, self.blocks_symbol) for op in ops if isinstance(op, slot.Dispatch)]
+        waiting += self._kernels(ops)
         while waiting:
-            ready = [k for k in waiting if all(v in self.memory or isinstance(v, BlockArgument) for v in k.reads)]
+            ready = [unit for unit in waiting if all(map(self._is_there, unit.reads))]
             if not ready:
                 self.function.body.ops[0].fail("no order of kernels computes every value before it is read")
-            for k in ready:
-                for value, where in zip(k.values, k.make(self.memory), strict=True):
-                    self.memory[value] = where
-                self.made.append(k.op)
-            waiting = [k for k in waiting if k not in ready]
+            for unit in ready:
+                ops_made, values = unit.make(self.memory)
+                self.memory.update(zip(unit.values, values, strict=True))
+                self.made += ops_made
+            waiting = [unit for unit in waiting if unit not in ready]
         self.body.ops = []
         for op in self.made:
             self.body.append(op)
         terminator.operands = [self.memory.get(v, v) for v in terminator.operands]
         self.body.append(terminator)
+
+    def _is_there(self, value: Value) -> bool:
+        return value in self.memory or (isinstance(value, BlockArgument) and value not in self.router.values)
 
     # ------------------------------------------------------------------------------------------- what is in memory
 
@@ -86,12 +91,18 @@ class _Fusion:
         for op in list(self.body.ops):
             if not isinstance(op, slot.ExpertSums):
                 continue
-            found = next((w for w in self.body.ops if isinstance(w, _WGRADS) and _summed(w, op.x) is not None), None)
-            if found is None:
-                op.fail(
-                    "sums rows that are no operand of a weight's gradient",
-                    "the bias of a product has its gradient beside that of its weight",
-                )
+            wgrads = [w for w in self.body.ops if isinstance(w, _WGRADS)]
+            found = next((w for w in wgrads if _summed(w, op.x) is not None), None)
+            if found is None:  # rows of their own, beside a gradient of as many columns
+                columns = op.x.type.shape[-1]
+                found = next((w for w in wgrads if any(v.type.shape[-1] == columns for v in w.operands[:2])), None)
+                if found is None:
+                    op.fail(
+                        "sums rows that no gradient of a weight has as many columns as",
+                        "the bias of a product has its gradient beside that of its weight",
+                    )
+                with inserting_before(self.body, op):
+                    op.operands[0] = slot.stored(op.x, found.operands[0].type.dtype)
             self.wgrad_sums.setdefault(found, []).append(op)
             operand = _summed(found, op.x)
             if operand is not None and op.x is _unrounded(operand):
@@ -111,12 +122,20 @@ class _Fusion:
 
         for value in self.shared:
             need(value)
+        for value in self.router.reads:
+            if not self._after_wgrad(value):
+                need(value)
         for op in self.body.ops:
-            if isinstance(op, _PRODUCTS):
+            if isinstance(op, row.Sum) and op.y.type.leading != slot.SLOTS:
+                need(op.y)
+            elif isinstance(op, _PRODUCTS):
                 operand(op.x)
             elif isinstance(op, _WGRADS):
                 operand(op.a)
                 operand(op.b)
+                for sums in self.wgrad_sums.get(op, ()):
+                    if _summed(op, sums.operands[0]) is None:
+                        operand(sums.operands[0])
             elif isinstance(op, slot.Combine):
                 need(op.x)
             elif isinstance(op, slot.ToPicks):
@@ -168,7 +187,8 @@ class _Fusion:
             return op
         for operand in op.operands if isinstance(op, _LIGHT) else ():
             if operand in self.homes:
-                other = self.homes[operand]
+                # A sum of a row is complete, and read, only after the kernel that makes it.
+                other = None if _is_sum(operand) else self.homes[operand]
             else:
                 other = self._latest(operand, index)
             if other is not None and (found is None or index[other] > index[found]):
@@ -189,20 +209,22 @@ class _Fusion:
     def _leaves(self, value: Value) -> set[Value]:
         """Rows of several columns in memory that a value is computed from by elementwise ops."""
         op = _op(value)
+        if _is_sum(value) and value in self.homes:
+            return set()
         if op is None or not isinstance(op, _LIGHT) or isinstance(op, slot.Gather):
             source = op.operands[0] if isinstance(op, slot.Gather) else value
             return {source} if value.type.rank == 2 and value.type.shape[1] != 1 else set()
         return {leaf for operand in op.operands for leaf in self._leaves(operand)}
 
-    def _crossing(self, value: Value, home: Op | None) -> list[slot.Product]:
-        """Products other than its home whose bare results a value is computed from."""
-        found: list[slot.Product] = []
+    def _crossing(self, value: Value, home: Op | None) -> list[slot.Product | slot.Combine]:
+        """Products and combines other than its home whose bare results a value is computed from."""
+        found: list[slot.Product | slot.Combine] = []
 
         def visit(v: Value, top: bool) -> None:
             if not top and v in self.homes and self.homes[v] is not home:
                 return
             op = _op(v)
-            if isinstance(op, _PRODUCTS) and op is not home:
+            if isinstance(op, slot.Product | slot.Combine) and op is not home:
                 found.append(op)
             elif isinstance(op, _LIGHT):
                 for operand in op.operands:
@@ -211,9 +233,13 @@ class _Fusion:
         visit(value, True)
         return found
 
-    def _round(self, product: slot.Product) -> None:
-        """Lets other kernels read a product as it lies in memory, in the type of its operands."""
+    def _round(self, product: slot.Product | slot.Combine) -> None:
+        """Lets other kernels read a product as it lies in memory: in the type of its operands, or as it is where it has
+        one column only."""
         result = product.result
+        if result.type.shape[-1] == 1:
+            self.shared.add(result)
+            return
         after = self.body.ops[self.body.ops.index(product) + 1]
         with inserting_before(self.body, after):
             stored = slot.stored(result, product.x.type.dtype)
@@ -225,17 +251,6 @@ class _Fusion:
                 op.operands = [read if v is result else v for v in op.operands]
 
     # ------------------------------------------------------------------------------------------------------ kernels
-
-    def _dispatch(self, op: slot.Dispatch) -> None:
-        given = _op(op.indices)
-        indices = given.indices if isinstance(given, row.Given) and given.allowed is None else op.indices
-        attributes = dict(op.attributes)
-        count = kernel.DispatchCount([indices], {**attributes, "blocks": self.blocks_symbol})
-        scan = kernel.DispatchScan([count.table], attributes)
-        names = [r.name for r in op.results]
-        scatter = kernel.DispatchScatter([indices, scan.bases, scan.found], attributes, result_names=names)
-        self.made += [count, scan, scatter]
-        self.memory.update(zip(op.results, scatter.results, strict=True))
 
     def _kernels(self, ops: Sequence[Op]) -> list[_Outline]:
         outlines: list[_Outline] = []
@@ -269,7 +284,68 @@ class _Fusion:
         return value
 
 
-class _Outline:
+class _Unit:
+    """What is made at once: the values it leaves in memory, from those that it reads there."""
+
+    values: Sequence[Value]
+    reads: Sequence[Value]
+
+    def make(self, memory: dict[Value, Value]) -> tuple[Sequence[Op], Sequence[Value]]:
+        """The ops, and where the values are then, once all that is read lies where `memory` says."""
+        raise NotImplementedError
+
+
+class _Router(_Unit):
+    """The ops of a router, taken out of a body: to the others, its results are arguments."""
+
+    def __init__(self, body: Block) -> None:
+        part = row_part(body)
+        self.ops = [op for op in body.ops if op in part]
+        others = [op for op in body.ops if op not in part]
+        outside = Block()
+        stand_ins: dict[Value, Value] = {}
+        for op in self.ops:
+            for r in op.results:
+                if any(r in other.operands for other in others):
+                    stand_ins[r] = outside.add_argument(r.type, r.name)
+        self.results = list(stand_ins)
+        self.values = list(stand_ins.values())
+        made_inside = {r for op in self.ops for r in op.results}
+        read = (v for op in self.ops for v in op.operands if isinstance(v, OpResult) and v not in made_inside)
+        self.reads = list(dict.fromkeys(read))
+        body.ops = others
+        for op in others:
+            op.operands = [stand_ins.get(v, v) for v in op.operands]
+
+    def make(self, memory: dict[Value, Value]) -> tuple[Sequence[Op], Sequence[Value]]:
+        for op in self.ops:
+            op.operands = [memory.get(v, v) for v in op.operands]
+        return self.ops, self.results
+
+
+class _Dispatch(_Unit):
+    """The three steps of a dispatch."""
+
+    def __init__(self, op: slot.Dispatch, blocks_symbol: str) -> None:
+        given = _op(op.indices)
+        guarded = isinstance(given, row.Given) and given.allowed is None
+        self.op = op
+        self.blocks_symbol = blocks_symbol
+        self.indices = given.indices if guarded else op.indices  # type: ignore[union-attr]
+        self.reads = [self.indices]
+        self.values = op.results
+
+    def make(self, memory: dict[Value, Value]) -> tuple[Sequence[Op], Sequence[Value]]:
+        indices = memory.get(self.indices, self.indices)
+        attributes = dict(self.op.attributes)
+        count = kernel.DispatchCount([indices], {**attributes, "blocks": self.blocks_symbol})
+        scan = kernel.DispatchScan([count.table], attributes)
+        names = [r.name for r in self.op.results]
+        scatter = kernel.DispatchScatter([indices, scan.bases, scan.found], attributes, result_names=names)
+        return (count, scan, scatter), scatter.results
+
+
+class _Outline(_Unit):
     """A kernel to be: the values it writes, and the ops they are computed by, from what is in memory."""
 
     def __init__(
@@ -280,7 +356,6 @@ class _Outline:
     ) -> None:
         self.kind = kind
         self.values = list(values)
-        self.op: Op = None  # type: ignore[assignment]
         outside = set(in_memory)
         ops: dict[Op, None] = {}
         reads: dict[Value, None] = {}
@@ -303,7 +378,7 @@ class _Outline:
         self.ops = list(ops)
         self.reads = list(reads)
 
-    def make(self, memory: dict[Value, Value]) -> Sequence[Value]:
+    def make(self, memory: dict[Value, Value]) -> tuple[Sequence[Op], Sequence[Value]]:
         region = Block()
         inside: dict[Value, Value] = {v: region.add_argument(v.type, v.name) for v in self.reads}
         for op in self.ops:
@@ -311,12 +386,16 @@ class _Outline:
         region.append(Yield([inside[v] for v in self.values]))
         names = [v.name for v in self.values]
         operands = [memory.get(v, v) for v in self.reads]
-        self.op = self.kind(operands, {}, region=region, result_names=names)
-        return self.op.results
+        op = self.kind(operands, {}, region=region, result_names=names)
+        return [op], op.results
 
 
 def _op(value: Value) -> Op | None:
     return value.op if isinstance(value, OpResult) else None
+
+
+def _is_sum(value: Value) -> bool:
+    return isinstance(_op(value), row.Sum)
 
 
 def _summed(wgrad: Op, rows: Value) -> Value | None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from moesaic.ir.core import Block, BlockArgument, Constant, Function, Module, Op, OpResult, Value, Yield
+from moesaic.ir.core import Block, BlockArgument, Function, Module, Op, OpResult, Value, Yield
 from moesaic.ir.ops import col, row
 from moesaic.ir.ops.kernel import ColFinish, RowProgram, Ticket, is_column_value
 from moesaic.passes.manager import Pass, PassContext
@@ -45,13 +45,15 @@ def _shown(value: Value) -> str:
 
 def _outline(function: Function, blocks_symbol: str) -> bool:
     body = function.body
-    ops = body.ops[:-1]
-    if all(op.name.startswith("kernel.") for op in ops):
+    before, ops, after_kernels = _around(body)
+    if not ops:
         return False
     terminator = body.terminator
     after = _after_sums(ops)
     # What leaves: an input or a constant that is returned passes through.
-    returned = [v for v in dict.fromkeys(terminator.operands) if isinstance(v, OpResult)]
+    made = {r for op in ops for r in op.results}
+    read = [v for op in (*after_kernels, terminator) for v in op.operands]
+    returned = [v for v in dict.fromkeys(read) if v in made]
     late = [v for v in returned if v in after or (v.type.leading != "T" and not is_column_value(v))]
     finish_ops = _needed(ops, late, stop=is_column_value)
     sums = [
@@ -61,7 +63,7 @@ def _outline(function: Function, blocks_symbol: str) -> bool:
     row_ops = _needed(ops, row_results)
     for op in ops:
         op.parent = None
-    body.ops = []
+    body.ops = before
 
     final: dict[Value, Value] = {}
     tickets: list[Value] = []
@@ -86,9 +88,22 @@ def _outline(function: Function, blocks_symbol: str) -> bool:
             ColFinish(outer, {"partials": len(sums)}, region=region, result_names=[v.name for v in leaving_late])
         )
         final.update(zip(leaving_late, finish.results, strict=True))
-    terminator.operands = [v if isinstance(v, Constant) else final.get(v, v) for v in terminator.operands]
-    body.append(terminator)
+    for op in (*after_kernels, terminator):
+        op.operands = [final.get(v, v) for v in op.operands]
+        body.append(op)
     return True
+
+
+def _around(body: Block) -> tuple[list[Op], list[Op], list[Op]]:
+    """The kernels before the ops of a router, these, and the kernels after."""
+    ops = body.ops[:-1]
+    plain = [i for i, op in enumerate(ops) if not op.name.startswith("kernel.")]
+    if not plain:
+        return ops, [], []
+    first, last = plain[0], plain[-1]
+    if len(plain) != last - first + 1:
+        ops[first].fail("is separated by kernels from other ops of its router")
+    return ops[:first], ops[first : last + 1], ops[last + 1 :]
 
 
 def _after_sums(ops: list[Op]) -> set[Value]:
@@ -129,7 +144,8 @@ def _used_by(value: Value, ops: Sequence[Op], late: Sequence[Value]) -> bool:
 def _region(ops: list[Op], first: Sequence[Value] = ()) -> tuple[Block, list[Value], dict[Value, Value]]:
     """A block of copies of the ops, what it takes from outside, and where each value is inside.
 
-    `first` are values that become arguments in any case, and before the others.
+    `first` are values that become arguments in any case, and before the others. Inputs follow in their order, and then
+    what kernels before have made.
     """
     region = Block()
     inside: dict[Value, Value] = {}
@@ -144,6 +160,10 @@ def _region(ops: list[Op], first: Sequence[Value] = ()) -> tuple[Block, list[Val
     used = {v for op in ops for v in op.operands if isinstance(v, BlockArgument)}
     for argument in sorted(used, key=lambda v: v.owner.arguments.index(v)):
         take(argument)
+    made = {r for op in ops for r in op.results}
+    for value in dict.fromkeys(v for op in ops for v in op.operands if isinstance(v, OpResult)):
+        if value not in made and value not in inside:
+            take(value)
     for op in ops:
         region.append(op.clone(inside))
     return region, outer, inside

@@ -1,4 +1,4 @@
-"""``save-products``: forward hands over what backward must not compute twice: a dispatch, and products.
+"""``save-products``: forward hands over what backward must not compute twice: a dispatch, products, picks' weights.
 
 A product leaves in the storage type of its operands, before anything elementwise is done with it: that is computed
 again in the epilogue which needs it, from bytes that are loaded anyway. With ``recompute=h`` backward computes
@@ -7,6 +7,7 @@ products again, too, and only the dispatch is kept.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -18,6 +19,7 @@ from moesaic.passes.dce import sweep
 from moesaic.passes.differentiate import SUFFIX
 from moesaic.passes.manager import Pass, PassContext
 from moesaic.passes.rewriting import inserting_before
+from moesaic.passes.row_part import row_part
 
 
 @dataclass(frozen=True)
@@ -43,14 +45,25 @@ class SaveProducts(Pass):
             return False
         backward = module.function(forward.name + SUFFIX)
         known = {key: value for value, key in value_keys(forward.body).items()}
+        keys = value_keys(backward.body)
         kept: list[str] = []
-        for value, key in value_keys(backward.body).items():
-            if not isinstance(value, OpResult) or key not in known or not backward.body.users(value):
-                continue
-            if isinstance(value.op, slot.Dispatch) or (isinstance(value.op, slot.Product) and not self.recompute):
-                name = self._hand_over(forward, backward, known[key], value)
-                if name:
-                    kept.append(name)
+
+        def hand_over(wanted: Value) -> None:
+            if name := self._hand_over(forward, backward, known[keys[wanted]], wanted):
+                kept.append(name)
+
+        for value in _repeated(backward.body, keys, known):
+            if isinstance(value.op, slot.Dispatch):
+                hand_over(value)
+        sweep(backward.body)
+        for value in _repeated(backward.body, keys, known):
+            part = row_part(backward.body)
+            users = backward.body.users(value)
+            if isinstance(value.op, slot.Product):
+                if not self.recompute or any(user in part for user in users):
+                    hand_over(value)
+            elif value.op in part and not all(user in part for user in users):
+                hand_over(value)  # what a router gives to experts: their backward comes before its own
         sweep(backward.body)
         used = {v for op in backward.body.ops for v in op.operands}
         backward.body.arguments = [a for a in backward.body.arguments if a in used]
@@ -75,9 +88,18 @@ class SaveProducts(Pass):
         return name
 
 
+def _repeated(body: Block, keys: Mapping[Value, str], known: Mapping[str, Value]) -> list[OpResult]:
+    """The values in use that backward computes again."""
+    values = [r for op in body.ops for r in op.results]
+    return [v for v in values if v in keys and keys[v] in known and body.users(v)]
+
+
 def _stored(body: Block, made: OpResult) -> Value:
-    """A value as it is kept: a product in the type of its operands."""
-    if not isinstance(made.op, slot.Product) or made.op.x.type.dtype is made.type.dtype:
+    """A value as it is kept: a product in the type of its operands, but logits (of routers, of gates) as they are."""
+    if not isinstance(made.op, slot.Product) or made.op.x.type.dtype is made.type.dtype or made.type.shape[-1] == 1:
+        return made
+    part = row_part(body)
+    if any(user in part for user in body.users(made)):
         return made
     dtype = made.op.x.type.dtype
     for user in body.users(made):
@@ -91,7 +113,7 @@ def _stored(body: Block, made: OpResult) -> Value:
 def _name(forward: Function, stored: Value, made: OpResult) -> str:
     if stored in forward.returned:
         return forward.result_names[forward.returned.index(stored)]
-    base = f"saved_{made.name or 'product'}"
+    base = f"saved_{made.name or ('product' if isinstance(made.op, slot.Product) else 'value')}"
     name, number = base, 2
     while name in forward.result_names:
         name = f"{base}{number}"

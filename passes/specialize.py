@@ -205,7 +205,7 @@ class Specialize(Pass):
                 per_warp += 32 * 4 * slots_a_lane * sum(layouts[o.x].kind == "experts" for o in sums)
             while threads > 32 and fixed + per_warp * threads // 32 + per_token * threads // lanes > _SHARED_LIMIT:
                 threads //= 2
-        alignment = [aligned.get(v, 16) for v in op.operands[: op.reads]]
+        alignment = [aligned.get(v, _row_alignment(v)) for v in op.operands[: op.reads]]
         rows = [a for a in op.region.arguments if layouts[a].kind == "experts"]
         # A dense result keeps memory busy with stores, behind which the next row's loads would wait.
         wanted = dense and len(rows) == 1 and experts in _PREFETCH_EXPERTS and not wide and self.tokens == "many"
@@ -229,6 +229,13 @@ class Specialize(Pass):
             **select,
             "alignment": ",".join(map(str, alignment)),
         }
+
+
+def _row_alignment(value: Value) -> int:
+    """Of rows that a kernel before has written, one after the other; of inputs that nobody has said anything about."""
+    if isinstance(value, BlockArgument) or value.type.rank != 2:
+        return 16
+    return python_math.gcd(16, _columns(value) * value.type.dtype.bytes)
 
 
 def _width(region: Block, layouts: dict[Value, Layout]) -> int:

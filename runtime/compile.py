@@ -20,6 +20,7 @@ from moesaic.ir.core import Function, Module
 from moesaic.ir.declare import LOSS_PREFIX, Router
 from moesaic.ir.errors import InputError, InputTypeError, UnsupportedError, suggestion
 from moesaic.ir.experts import Experts
+from moesaic.ir.moe import MoE
 from moesaic.ir.types import Affine, Dim, DType, TensorType, symbol
 from moesaic.runtime import launcher
 from moesaic.runtime.execute import RUNNERS, compiled_kernel
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from moesaic.codegen.nvrtc import CompiledKernel
     from moesaic.codegen.resources import Resources
     from moesaic.runtime.experts import CompiledExperts
+    from moesaic.runtime.moe import CompiledMoE
 
 BACKENDS = ("auto", "cuda", "emulate", "reference")
 
@@ -42,18 +44,21 @@ _DTYPES = {t: d for d, t in TORCH_DTYPES.items()}
 
 
 @overload
+def compile(what: MoE, *, target: str | Target | None = None, backend: str = "auto") -> CompiledMoE: ...
+@overload
 def compile(what: Experts, *, target: str | Target | None = None, backend: str = "auto") -> CompiledExperts: ...
 @overload
 def compile(what: Router | Module, *, target: str | Target | None = None, backend: str = "auto") -> CompiledLayer: ...
 def compile(
-    what: Router | Experts | Module, *, target: str | Target | None = None, backend: str = "auto"
-) -> CompiledLayer | CompiledExperts:
+    what: Router | Experts | MoE | Module, *, target: str | Target | None = None, backend: str = "auto"
+) -> CompiledLayer | CompiledExperts | CompiledMoE:
     """Compiles a declared layer.
 
     Nothing is built before the first call (or ``warmup``, or a look inside).
 
     Args:
-        what: a :class:`Router`, :class:`Experts`, or a module from ``moesaic.parse`` or ``moesaic.Builder``.
+        what: a :class:`Router`, :class:`Experts`, :class:`MoE`, or a module from ``moesaic.parse`` or
+            ``moesaic.Builder``.
         target: the GPU architecture to look at (``"sm_90a"``); calls on a GPU compile for the tensors' device.
         backend: ``"auto"`` follows the tensors (CUDA tensors run on ``cuda``, CPU tensors on ``reference``), unless
             ``MOESAIC_BACKEND`` names another; ``"emulate"`` runs the generated CUDA on the CPU.
@@ -62,9 +67,9 @@ def compile(
         InputError: an unknown backend or target.
         InputTypeError: `what` is not a declaration.
     """
-    if not isinstance(what, Router | Experts | Module):
+    if not isinstance(what, Router | Experts | MoE | Module):
         raise InputTypeError(
-            f"compile takes a Router, Experts or a Module, found {type(what).__name__}; text goes through "
+            f"compile takes a Router, Experts, a MoE or a Module, found {type(what).__name__}; text goes through "
             "moesaic.parse(text)"
         )
     if backend not in BACKENDS:
@@ -75,6 +80,10 @@ def compile(
         from moesaic.runtime.experts import CompiledExperts  # which is made of layers like the one below
 
         return CompiledExperts(what, target, backend)
+    if isinstance(what, MoE):
+        from moesaic.runtime.moe import CompiledMoE
+
+        return CompiledMoE(what, target, backend)
     return CompiledLayer(what, target, backend)
 
 

@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from moesaic.codegen.target import Target
-from moesaic.ir.errors import InputError, InputTypeError
+from moesaic.ir.errors import InputError
 from moesaic.ir.experts import Experts
-from moesaic.ir.ops.slot import slots_needed
 from moesaic.ir.types import DType
 from moesaic.runtime import compile as compiling
 from moesaic.runtime.made_once import made_once
-from moesaic.runtime.reference import TORCH_DTYPES
-
-if TYPE_CHECKING:
-    from moesaic.codegen.kernel import GeneratedKernel
-    from moesaic.codegen.resources import Resources
-    from moesaic.runtime.memory import Memory
+from moesaic.runtime.per_call import FLOATS, PerCall, autocast_dtype, check_slots, check_tensor, shown
 
 _INDICES = {torch.int16: "i16", torch.int32: "i32", torch.int64: "i64"}
-_FLOATS = {t: d.value for d, t in TORCH_DTYPES.items() if d.is_float}
-_MOST = 2**31 - 1
-"""Picks and slots are numbered in 32 bits."""
 
 
 @made_once
@@ -36,7 +26,7 @@ def _layer(
     return compiling.CompiledLayer(module, None if target is None else Target.parse(target), backend)
 
 
-class CompiledExperts:
+class CompiledExperts(PerCall):
     """Experts that run on tensors.
 
     Call it with x [..., H], the picks [..., K] (int16, int32 or int64; an id outside [0, E) is not here), the weights
@@ -47,13 +37,11 @@ class CompiledExperts:
     type."""
 
     def __init__(self, declared: Experts, target: Target | None, backend: str) -> None:
-        self._declared = declared
-        self._target = None if target is None else target.name
-        self._asked = backend
         matrices = (*declared.up_names, "down_proj")
-        self._parameters = (*matrices, *(f"{name}_bias" for name in matrices if declared.bias))
+        biases = (f"{name}_bias" for name in matrices if declared.bias)
+        super().__init__("layer of experts", (*matrices, *biases), target, backend)
+        self._declared = declared
         self._result_type = namedtuple("ExpertsResult", declared.outputs)  # type: ignore[misc]
-        self._used: compiling.CompiledLayer | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         compiling.check_can_pickle("activation", self._declared.activation)
@@ -74,13 +62,11 @@ class CompiledExperts:
             InputTypeError: an input is missing, was not declared, or is not a tensor.
             InputError: an input has the wrong shape, dtype or device.
         """
-        given = self._named(parameters, named)
+        given = self._by_name(("x", "indices", "weights"), parameters, named)
         for name, tensor in (("x", x), ("indices", indices), ("weights", weights), *given.items()):
-            if not isinstance(tensor, torch.Tensor):
-                raise InputTypeError(f"{name} must be a tensor, found {type(tensor).__name__}")
-        kind = x.device.type
-        if torch.is_autocast_enabled(kind):
-            dtype = torch.get_autocast_dtype(kind)
+            check_tensor(name, tensor)
+        dtype = autocast_dtype(x)
+        if dtype is not None:
             x = x.to(dtype)
             given = {name: tensor.to(dtype) for name, tensor in given.items()}
         layer = self._layer_for(x, indices, weights)
@@ -89,60 +75,26 @@ class CompiledExperts:
         result = layer(x, indices=indices, weights=weights, **given)
         return result[0] if len(self._declared.outputs) == 1 else self._result_type(*result)
 
-    def _named(self, parameters: tuple[torch.Tensor, ...], named: Mapping[str, Any]) -> dict[str, Any]:
-        if len(parameters) > len(self._parameters):
-            raise InputTypeError(
-                f"expected x, indices, weights, {', '.join(self._parameters)}; found {3 + len(parameters)} inputs"
-            )
-        given = dict(zip(self._parameters, parameters, strict=False))
-        for name, tensor in named.items():
-            if name in given:
-                raise InputTypeError(f"input {name!r} is given twice, by place and by name")
-            given[name] = tensor
-        return given
-
     def _layer_for(self, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> compiling.CompiledLayer:
         declared = self._declared
-        if declared.dtype is not None and x.dtype != torch.float64:
-            wanted = DType.parse(declared.dtype)
-            if x.dtype != TORCH_DTYPES[wanted]:
-                raise InputError(
-                    f"these experts were declared for {wanted.public_name}, found x in {_shown(x.dtype)}; cast it, or "
-                    "declare them without a dtype"
-                )
-        if x.dtype not in _FLOATS:
-            raise InputError(f"x must be bf16, fp16 or fp32, found {_shown(x.dtype)}")
+        dtype = self._check_x(x, declared.dtype)
         if indices.dtype not in _INDICES:
-            raise InputError(f"indices must be int16, int32 or int64, found {_shown(indices.dtype)}")
-        if weights.dtype not in _FLOATS:
-            raise InputError(f"weights must be floats, found {_shown(weights.dtype)}")
+            raise InputError(f"indices must be int16, int32 or int64, found {shown(indices.dtype)}")
+        if weights.dtype not in FLOATS:
+            raise InputError(f"weights must be floats, found {shown(weights.dtype)}")
         if indices.dim() < 1 or indices.shape[-1] < 1:
             raise InputError(f"indices must have shape [..., K] with K >= 1, found {list(indices.shape)}")
         if not torch.compiler.is_compiling():
-            self._check_size(indices.numel() // indices.shape[-1], indices.shape[-1])
+            check_slots(declared, indices.numel() // indices.shape[-1], indices.shape[-1])
         return _layer(
             declared,
-            _FLOATS[x.dtype],
+            dtype,
             indices.shape[-1],
             _INDICES[indices.dtype],
-            _FLOATS[weights.dtype],
+            FLOATS[weights.dtype],
             self._target,
             self._asked,
         )
-
-    def _check_size(self, tokens: int, top_k: int) -> None:
-        declared = self._declared
-        each, more = slots_needed(declared.num_experts, top_k, declared.align, declared.capacity or 0.0, declared.pad)
-        if max(tokens * top_k, tokens * each + more) > _MOST:
-            raise InputError(
-                f"T K, and the rows that experts need for so many picks, may be at most {_MOST}, found "
-                f"{tokens * top_k} and {tokens * each + more}; split the call"
-            )
-
-    @property
-    def backend(self) -> str:
-        """The backend of the last call; before any, the one asked for."""
-        return self._asked if self._used is None else self._used.backend
 
     def warmup(
         self,
@@ -181,64 +133,12 @@ class CompiledExperts:
         Raises:
             InputError: no dtype was declared, and none is given.
         """
-        asked = dtype if dtype is not None else self._declared.dtype
-        if asked is None:
-            raise InputError("these experts were declared without a dtype; say which: dtype='bf16'")
-        types = (DType.parse(t).value for t in (asked, indices_dtype, weights_dtype))
-        first, second, third = types
+        asked = self._asked_dtype(dtype, self._declared.dtype)
+        first, second, third = (DType.parse(t).value for t in (asked, indices_dtype, weights_dtype))
         return _layer(self._declared, first, top_k, second, third, self._target, self._asked)
-
-    # ------------------------------------------------------------------------------------------------- looking
-
-    def _last(self) -> compiling.CompiledLayer:
-        if self._used is None:
-            raise InputError("nothing has run yet, and K is that of a call; use layer(top_k, dtype=...)")
-        return self._used
-
-    @property
-    def stages(self) -> Mapping[str, str]:
-        """IR text after each pass, of the last call."""
-        return self._last().stages
-
-    def ir(self, stage: str = "specialize") -> str:
-        """IR text of one stage, of the last call."""
-        return self._last().ir(stage)
-
-    @property
-    def kernels(self) -> Mapping[str, GeneratedKernel]:
-        """The generated kernels of the last call, forward then backward, by symbol."""
-        return self._last().kernels
-
-    @property
-    def source(self) -> str:
-        """CUDA text of all kernels of the last call."""
-        return self._last().source
-
-    @property
-    def asm(self) -> Mapping[str, Mapping[str, Any]]:
-        """``asm["ptx"]``, ``asm["cubin"]``, ``asm["sass"]`` of the last call: each by kernel symbol."""
-        return self._last().asm
-
-    @property
-    def resources(self) -> Mapping[str, Resources]:
-        """Registers, spills and shared memory of each kernel of the last call."""
-        return self._last().resources
-
-    @property
-    def remarks(self) -> list[str]:
-        """Decisions of the passes, one line each, of the last call."""
-        return self._last().remarks
-
-    def memory(self, tokens: int) -> Memory:
-        """What a call with so many tokens allocates, of the layer of the last call."""
-        return self._last().memory(tokens)
 
     def __repr__(self) -> str:
         return f"CompiledExperts({self._declared}, backend={self.backend!r})"
-
-
-def _shown(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _restore(declared: Experts, target: str | None, backend: str) -> CompiledExperts:

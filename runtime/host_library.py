@@ -1,4 +1,4 @@
-"""Libraries that the host's C++ compiler makes, kept in the cache on disk."""
+"""What the host's C++ compiler makes, libraries mostly, kept in the cache on disk."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def key(kind: type[_Key], compiler: toolchain.Compiler, flags: Sequence[str], **
     )
 
 
-def obtain(key: cache.LibraryKey, make: Callable[[], cache.Content], whose: str) -> Path:
-    """Where the library of a key lies, built or taken from the cache; `whose` names the part of ours it belongs to.
+def obtain(key: cache.LibraryKey, make: Callable[[], cache.Content], whose: str, name: str = FILE_NAME) -> Path:
+    """Where the file `name` of a key lies, built or taken from the cache; `whose` names the part of ours it belongs to.
 
     Raises:
         ToolchainError: there is no folder for it.
@@ -48,7 +48,7 @@ def obtain(key: cache.LibraryKey, make: Callable[[], cache.Content], whose: str)
             f"the libraries of {whose} can be written neither into the cache nor into a temporary folder: free some "
             "space, or set MOESAIC_CACHE_DIR or TMPDIR"
         )
-    return folder / FILE_NAME
+    return folder / name
 
 
 def compile_in(
@@ -57,8 +57,9 @@ def compile_in(
     sources: Mapping[str, str],
     failed: Callable[[str], Exception],
     started: Callable[[subprocess.Popen[str]], object] = lambda process: None,
+    name: str = FILE_NAME,
 ) -> cache.Content:
-    """Compiles in a temporary folder that holds `sources` by name: the library, and how long it took.
+    """Compiles in a temporary folder that holds `sources` by name: the file `name`, and how long it took.
 
     `started` is given the compiler's process.
 
@@ -68,14 +69,14 @@ def compile_in(
     """
     with tempfile.TemporaryDirectory(prefix="moesaic-build-") as temporary:
         folder = Path(temporary)
-        for name, text in sources.items():
-            (folder / name).write_text(text, encoding="utf-8")
+        for file_name, text in sources.items():
+            (folder / file_name).write_text(text, encoding="utf-8")
         start = time.perf_counter()
-        result = compiler.run([*arguments, f"-ffile-prefix-map={folder}=.", "-o", FILE_NAME], folder, started)
+        result = compiler.run([*arguments, f"-ffile-prefix-map={folder}=.", "-o", name], folder, started)
         if result.returncode != 0:
             raise failed(_first_errors(result.stderr))
-        content = (folder / FILE_NAME).read_bytes()
-        return cache.Content({FILE_NAME: content}, {"seconds": round(time.perf_counter() - start, 4)})
+        content = (folder / name).read_bytes()
+        return cache.Content({name: content}, {"seconds": round(time.perf_counter() - start, 4)})
 
 
 def _first_errors(text: str) -> str:

@@ -123,7 +123,7 @@ class TorchArrays:
         if not x.shape[0]:  # concatenated, so that x gets a gradient
             return torch.cat([x, x.new_zeros(indices.numel())]).reshape(indices.shape)
         inside, places = _inside(indices, x.shape[0])
-        return x[places].masked_fill(~inside, 0)
+        return _summable(x)[places].masked_fill(~inside, 0).to(x.dtype)
 
     @staticmethod
     def count(indices: torch.Tensor, size: int) -> torch.Tensor:
@@ -137,7 +137,7 @@ class TorchArrays:
         if not x.shape[0]:
             return torch.cat([x, x.new_zeros((indices.shape[0], x.shape[1]))])
         inside, places = _inside(indices, x.shape[0])
-        return x[places].masked_fill(~inside.unsqueeze(-1), 0)
+        return _summable(x)[places].masked_fill(~inside.unsqueeze(-1), 0).to(x.dtype)
 
     @staticmethod
     def sum_rows(x: torch.Tensor, indices: torch.Tensor, size: int) -> torch.Tensor:
@@ -181,6 +181,11 @@ def _inside(indices: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tenso
     return (places >= 0) & (places < size), places.clamp(0, size - 1)
 
 
+def _summable(x: torch.Tensor) -> torch.Tensor:
+    """A row that is taken several times gets a sum of gradients: of 16 bits each, in float32, rounded once."""
+    return x.float() if x.is_floating_point() and x.element_size() == 2 else x
+
+
 def _groups(counts: torch.Tensor, offsets: torch.Tensor) -> Iterator[tuple[int, tuple[int, int]]]:
     """Number, first row and end of each group. Reads them on the host: the reference may."""
     for number, (count, first) in enumerate(zip(counts.tolist(), offsets.tolist(), strict=False)):
@@ -199,8 +204,10 @@ def evaluate(function: Function, inputs: Mapping[str, torch.Tensor]) -> list[tor
             return torch.full((), value.value, dtype=torch.float64 if wide else torch.float32, device=like.device)
         return values[value]
 
-    for op in function.body.ops[:-1]:
-        computed = op.reference(xp, *(read(v) for v in op.operands))
-        results = computed if isinstance(computed, tuple) else (computed,)
-        values.update(zip(op.results, results, strict=True))
+    # Types are those of the IR: autocast would multiply float32 operands in another.
+    with torch.autocast(like.device.type, enabled=False):
+        for op in function.body.ops[:-1]:
+            computed = op.reference(xp, *(read(v) for v in op.operands))
+            results = computed if isinstance(computed, tuple) else (computed,)
+            values.update(zip(op.results, results, strict=True))
     return [read(v) for v in function.returned]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from moesaic.ir.errors import InputError, KernelCompileError, ToolchainError
-from moesaic.runtime.emulator import EmulatedKernel, build
+from moesaic.runtime.emulator import EmulatedKernel, build, toolchain
 
 pytestmark = pytest.mark.emulate
 
@@ -87,6 +87,19 @@ def test_the_cache_is_used_and_heals(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     (first.library.parent / "entry.json").write_text("{")
     assert run(build(ONE, "one", []), np.zeros(1, np.int32), block=1)[0] == 1
+
+
+def test_precompiled_headers_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies beside the header is read in its place: the header itself may then hold anything."""
+    if not toolchain.find_compiler().precompiles:
+        pytest.skip("this compiler reads the headers themselves")
+    monkeypatch.setenv("MOESAIC_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(sys.modules[build.__module__], "_headers", {})  # as in a new process
+    build(ONE, "one", [])
+    [header] = (tmp_path / "cache").rglob("prefix.h")
+    header.write_text("#error is not read")
+    other = ONE.replace("one", "other")
+    assert run(build(other, "other", []), np.zeros(1, np.int32), block=1)[0] == 1
 
 
 def test_an_unusable_cache_is_replaced_by_a_temporary_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

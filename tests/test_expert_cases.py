@@ -1,6 +1,6 @@
 """Faults that users of other libraries met in experts, each as one input and its one right result.
 
-They run compiled, on the emulator and on a GPU. Numbers are exact where all of them are small integers. Cases 28, 38,
+They run on the reference, the emulator and a GPU. Numbers are exact where all of them are small integers. Cases 28, 38,
 39 and 57 are in ``test_experts.py``; ``test_dispatch_kernels.py`` has 19 to 25 for kernels alone.
 """
 
@@ -11,19 +11,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from expert_calls import KINDS, Tensors, check, cotangent_for, exact, ids, run, tensors_for
-from routing import COMPILED, EXACT, NAN, assert_close, device_of
+from expert_calls import KINDS, TOP_K, Tensors, check, cotangent_for, exact, ids, run, tensors_for
+from routing import BACKENDS, EXACT, NAN, assert_close, device_of
 from torch.nn import functional
 
 import moesaic as mo
 
-every_backend = pytest.mark.parametrize("backend", COMPILED)
+every_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 IDENTITY = mo.Experts(3, 1, 1, gated=False, activation="identity", outputs=("hidden", "counts", "dropped"))
 """Expert e multiplies by up_e and by down_e: what comes out is known without a reference."""
-
-TOP_K = 3
-"""Tokens of fewer picks have others that are not here, with NaN for a weight: kernels are compiled for this number."""
 
 
 def numbers(
@@ -33,7 +30,8 @@ def numbers(
     weights: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensors:
-    """Inputs of 1 x 1 experts; the second factor of each is 1."""
+    """Inputs of 1 x 1 experts; the second factor of each is 1. Tokens of fewer picks than kernels are compiled for have
+    others that are not here, with NaN for a weight."""
     missing = (0, max(0, TOP_K - indices.shape[1]))
     weights = torch.ones(indices.shape) if weights is None else weights
     return {
@@ -45,10 +43,12 @@ def numbers(
     }
 
 
-def run_identity(given: Tensors, backend: str, cotangent: Sequence[float] | None = None) -> dict[str, list[float]]:
+def run_identity(
+    given: Tensors, backend: str, cotangent: Sequence[float] | None = None, experts: mo.Experts = IDENTITY
+) -> dict[str, list[float]]:
     """Results and gradients as plain numbers."""
     sent = None if cotangent is None else torch.tensor(cotangent)[:, None]
-    found = run(mo.compile(IDENTITY, backend=backend), given, sent, device_of(backend))
+    found = run(mo.compile(experts, backend=backend), given, sent, device_of(backend))
     return {n: t.flatten().tolist() for n, t in found.items()}
 
 
@@ -155,38 +155,38 @@ def fill_free_memory(device: str) -> None:
 def test_case_26_rows_without_a_pick_are_no_part_of_anything(backend: str) -> None:
     """Each expert's rows begin at a multiple of 16, so that most rows are nobody's."""
     experts = KINDS["aligned"]
-    given = tensors_for(experts, 2, 3, torch.float32, ids=ids([0, 3, 0], [-1, 3, 1]))
+    given = tensors_for(experts, 2, TOP_K, torch.float32, ids=ids([0, 3, 0], [-1, 3, 1]))
     cotangent = cotangent_for(2, experts.hidden, torch.float32)
     fill_free_memory(device_of(backend))
     found = run(mo.compile(experts, backend=backend), given, cotangent, device_of(backend))
     check(found, exact(experts, given, cotangent), torch.float32)
 
 
-def ids_of_groups(sizes: Sequence[int], top_k: int) -> torch.Tensor:
+def ids_of_groups(sizes: Sequence[int]) -> torch.Tensor:
     """Tokens with one pick each, so many of each expert, in any order and at any place of the token's picks."""
     chosen = [expert for expert, size in enumerate(sizes) for _ in range(size)]
-    indices = torch.full((len(chosen), top_k), -1, dtype=torch.int32)
+    indices = torch.full((len(chosen), TOP_K), -1, dtype=torch.int32)
     for token in torch.randperm(len(chosen), generator=torch.Generator().manual_seed(4)).tolist():
-        indices[token, token % top_k] = chosen.pop()
+        indices[token, token % TOP_K] = chosen.pop()
     return indices
 
 
 @every_backend
 @pytest.mark.parametrize(
-    ("name", "dtype", "top_k", "sizes"),
+    ("name", "dtype", "sizes"),
     [
-        ("odd", torch.bfloat16, 4, [1, 3, 0, 5, 0, 2, 0]),  # sums of 33 and of 17
-        ("bias", torch.float32, 2, [1, 3, 0, 5, 0]),  # of 20 and of 12
-        ("narrow", torch.float32, 3, [1, 0, 5]),  # of 1, and one column
+        ("odd", torch.bfloat16, [1, 3, 0, 5, 0, 2, 0]),  # sums of 33 and of 17
+        ("interleaved", torch.float32, [1, 3, 0, 5, 0]),  # of 21 and of 11
+        ("narrow", torch.float32, [1, 0, 5]),  # of 1, and one column
     ],
-    ids=["33-17", "20-12", "1-1"],
+    ids=["33-17", "21-11", "1-1"],
 )
 def test_cases_27_and_55_odd_sizes_need_no_padding(
-    name: str, dtype: torch.dtype, top_k: int, sizes: list[int], backend: str
+    name: str, dtype: torch.dtype, sizes: list[int], backend: str
 ) -> None:
     experts = KINDS[name]
-    indices = ids_of_groups(sizes, top_k)
-    given = tensors_for(experts, len(indices), top_k, dtype, ids=indices)
+    indices = ids_of_groups(sizes)
+    given = tensors_for(experts, len(indices), TOP_K, dtype, ids=indices)
     cotangent = cotangent_for(len(indices), experts.hidden, dtype)
     found = run(mo.compile(experts, backend=backend), given, cotangent, device_of(backend))
     check(found, exact(experts, given, cotangent), dtype)
@@ -220,7 +220,7 @@ def test_case_29_gates_and_ups(backend: str) -> None:
 @every_backend
 def test_case_29_where_gates_and_ups_lie_is_declared(backend: str) -> None:
     experts = KINDS["interleaved"]
-    given = tensors_for(experts, 13, 3, torch.float32)
+    given = tensors_for(experts, 13, TOP_K, torch.float32)
     layer, device = mo.compile(experts, backend=backend), device_of(backend)
     in_turn = {**given, "gate_up_proj": torch.stack(given["gate_up_proj"].chunk(2, 1), 2).flatten(1, 2)}
     cotangent = cotangent_for(13, experts.hidden, torch.float32)
@@ -236,18 +236,22 @@ def test_case_29_where_gates_and_ups_lie_is_declared(backend: str) -> None:
 def test_case_30_a_weight_counts_once_and_where_it_is_declared(backend: str) -> None:
     """Twice would be 0.36553."""
     after = gate_and_up(backend, KINDS["narrow"], weights=0.5)[2]
+    between = gate_and_up(backend, replace(KINDS["narrow"], weight_on="middle"), weights=0.5)[2]
     before = gate_and_up(backend, replace(KINDS["narrow"], weight_on="input"), weights=0.5)[2]
     assert_close("on the output", after, torch.tensor(1.76159), 1e-5)
+    assert_close("in the middle", between, torch.tensor(1.76159), 1e-5)
     assert_close("on the input", before, torch.tensor(0.73106), 1e-5)
 
 
 @every_backend
+@pytest.mark.parametrize("align", [1, 128])
 @pytest.mark.parametrize("sizes", [[128, 130, 65], [64, 0, 64]], ids=str)
-def test_case_31_rows_of_a_tile_are_those_of_one_expert(sizes: list[int], backend: str) -> None:
-    indices = ids_of_groups(sizes, TOP_K)
+def test_case_31_rows_of_a_tile_are_those_of_one_expert(sizes: list[int], align: int, backend: str) -> None:
+    indices = ids_of_groups(sizes)
     expert = indices.amax(1)
     x = torch.arange(1.0, len(expert) + 1)
-    found = run_identity(numbers(indices, x.tolist(), [1, 2, 3]), backend, [1] * len(expert))
+    experts = replace(IDENTITY, align=align)
+    found = run_identity(numbers(indices, x.tolist(), [1, 2, 3]), backend, [1] * len(expert), experts)
     assert found["counts"] == sizes
     assert found["hidden"] == (x * (expert + 1)).tolist()
     assert found["d_x"] == (expert + 1).tolist()
@@ -269,8 +273,8 @@ def at_the_end_of_memory(tensor: torch.Tensor, device: str) -> torch.Tensor:
 @every_backend
 def test_case_32_sums_shorter_than_the_pipeline(backend: str) -> None:
     """Sums of 16 and of 8, one step of a product or less, of operands with nothing behind them."""
-    experts = mo.Experts(3, 16, 8)
-    given = tensors_for(experts, 10, 2, torch.bfloat16)
+    experts = mo.Experts(5, 16, 8)
+    given = tensors_for(experts, 10, TOP_K, torch.bfloat16)
     cotangent = cotangent_for(10, experts.hidden, torch.bfloat16)
     placed = {n: at_the_end_of_memory(t, device_of(backend)) for n, t in given.items()}
     sent = at_the_end_of_memory(cotangent, device_of(backend))
@@ -282,7 +286,7 @@ def test_case_32_sums_shorter_than_the_pipeline(backend: str) -> None:
 def test_case_33_equal_calls_give_equal_bits(backend: str) -> None:
     """Also right after an elementwise op on memory that the next call gets."""
     experts = KINDS["swiglu"]
-    given = tensors_for(experts, 13, 3, torch.bfloat16)
+    given = tensors_for(experts, 13, TOP_K, torch.bfloat16)
     cotangent = cotangent_for(13, experts.hidden, torch.bfloat16)
     layer, device = mo.compile(experts, backend=backend), device_of(backend)
     first = run(layer, given, cotangent, device)
@@ -303,15 +307,20 @@ def test_case_53_autocast_decides_the_type(wide: str, backend: str) -> None:
     """x is float32 and the matrices bf16, or the other way round: as if both were bf16. Weights of picks stay float32,
     and gradients come in the type of what they belong to."""
     experts = KINDS["swiglu"]
-    given = tensors_for(experts, 11, 3, torch.bfloat16)
+    given = tensors_for(experts, 11, TOP_K, torch.bfloat16)
     cotangent = cotangent_for(11, experts.hidden, torch.bfloat16)
     layer, device = mo.compile(experts, backend=backend), device_of(backend)
     wanted = run(layer, given, cotangent, device)
     check(wanted, exact(experts, given, cotangent), torch.bfloat16)
     widened = ("x",) if wide == "x" else ("gate_up_proj", "down_proj")
     mixed = {n: t.float() if n in widened else t for n, t in given.items()}
-    with torch.autocast(device, torch.bfloat16):
-        found = run(layer, mixed, cotangent, device)
+
+    def under_autocast(**inputs: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(device, torch.bfloat16):
+            hidden: torch.Tensor = layer(**inputs)
+        return hidden
+
+    found = run(under_autocast, mixed, cotangent, device)
     assert found["hidden"].dtype == torch.bfloat16
     assert torch.equal(found["hidden"], wanted["hidden"])
     for name, tensor in mixed.items():

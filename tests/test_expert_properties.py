@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from expert_calls import KINDS, Tensors, check, cotangent_for, exact, run, tensors_for
+from expert_calls import KINDS, TOP_K, Tensors, check, cotangent_for, exact, run, tensors_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from routing import COMPILED, assert_close, device_of
 
 import moesaic as mo
 
-EXPERTS, TOP_K = KINDS["odd"], 3
+EXPERTS = KINDS["odd"]
 E = EXPERTS.num_experts
 MATRICES = ("gate_up_proj", "down_proj")
 OF_TOKENS = ("hidden", "d_x", "d_weights")

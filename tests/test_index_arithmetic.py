@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from expert_calls import KINDS, ROUNDED, Tensors, check, cotangent_for, exact, ids, tensors_for
+from expert_calls import KINDS, ROUNDED, TOP_K, Tensors, check, cotangent_for, exact, ids, tensors_for
 from routing import assert_close, same_bits
 
 import moesaic as mo
@@ -26,7 +26,7 @@ from moesaic.runtime.plan import Step
 from moesaic.runtime.program import Executable, Program, program_of
 from moesaic.runtime.reference import TORCH_DTYPES
 
-EXPERTS, TOP_K = KINDS["bias"], 3
+EXPERTS = KINDS["bias"]
 """Its backward has every kernel there is: products, gradients of weights, sums over picks, and rows of slots alone."""
 
 IDS = ids([1, 4, 1], [4, 2, 2], [2, 1, 4], [1, 1, 2], [4, 4, 2])

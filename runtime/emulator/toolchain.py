@@ -40,6 +40,11 @@ class Compiler:
     version: str
     kernel_flags: tuple[str, ...] = ()
 
+    @property
+    def precompiles(self) -> bool:
+        """Whether it reads a precompiled header in the place of one that it is told to include, as GCC does."""
+        return "clang" not in self.version.lower()
+
     def run(
         self,
         arguments: Sequence[str],

@@ -1,0 +1,35 @@
+"""The part of a function that a row program is made of, where others are products and what goes with them.
+
+A router's ops and those of experts meet only at ops of slots: a product makes logits, a dispatch takes picks, a
+combine takes weights; the other way round, ``slot.to_picks`` makes the gradient of weights, a product takes that of
+logits. So ops between which no op of slots lies belong together, and with a router if one of them is an op of routers.
+"""
+
+from __future__ import annotations
+
+from moesaic.ir.core import Block, Op, OpResult
+from moesaic.ir.ops import row, slot
+
+
+def row_part(block: Block) -> set[Op]:
+    """The ops of a block that belong to a router."""
+    ops = [op for op in block.ops if not op.name.startswith(("slot.", "kernel.", "return", "yield"))]
+    inside = set(ops)
+    found: set[Op] = set()
+    waiting = [op for op in ops if _of_router(block, op)]
+    while waiting:
+        op = waiting.pop()
+        if op in found:
+            continue
+        found.add(op)
+        made_by = [v.op for v in op.operands if isinstance(v, OpResult)]
+        users = [user for r in op.results for user in block.users(r)]
+        waiting += [o for o in (*made_by, *users) if o in inside]
+    return found
+
+
+def _of_router(block: Block, op: Op) -> bool:
+    """Whether only a router has such an op: sums of rows are others' too."""
+    if isinstance(op, row.Given):  # a guard in front of a dispatch is part of that
+        return not all(isinstance(user, slot.Dispatch) for user in block.users(op.results[0]))
+    return op.name.startswith(("row.", "col.", "moe.")) and not isinstance(op, row.Sum | row.Max)

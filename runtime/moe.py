@@ -1,0 +1,118 @@
+"""What ``moesaic.compile`` makes of a ``MoE``: a function of tokens, the weight that makes logits, and matrices."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from typing import Any
+
+import torch
+
+from moesaic.codegen.target import Target
+from moesaic.ir.moe import MoE
+from moesaic.ir.types import DType
+from moesaic.runtime import compile as compiling
+from moesaic.runtime.made_once import made_once
+from moesaic.runtime.per_call import PerCall, autocast_dtype, check_slots, check_tensor
+
+
+@made_once
+def _layer(moe: MoE, dtype: str, masked: bool, target: str | None, backend: str) -> compiling.CompiledLayer:
+    module = moe.module(DType(dtype), masked=masked)
+    return compiling.CompiledLayer(module, None if target is None else Target.parse(target), backend)
+
+
+class CompiledMoE(PerCall):
+    """A whole layer that runs on tensors.
+
+    Call it with x [..., H], ``gate_weight`` [E, H] and the matrices of experts and of the shared expert as declared, by
+    place in this order or by name; biases of experts, ``residual`` [..., H] and what the router declares go by name. A
+    ``token_mask`` [...], bool, takes tokens out: their routed output is 0. The result has a field for each of
+    ``outputs``, and after them ``losses``, a mapping, if any are declared; it is a tensor if ``hidden`` is all there
+    is. Gradients flow to x, all weights and biases, and the learned inputs of the router. Under autocast, x and the
+    matrices are cast to its type."""
+
+    def __init__(self, declared: MoE, target: Target | None, backend: str) -> None:
+        super().__init__("layer", declared.parameters, target, backend)
+        self._declared = declared
+        names = (*declared.outputs, "losses") if declared.losses else declared.outputs
+        self._result_type = namedtuple("MoEResult", names)  # type: ignore[misc]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        declared = self._declared
+        compiling.check_can_pickle("score", declared.router.score)
+        for part in (declared.experts, *(() if declared.shared is None else (declared.shared,))):
+            compiling.check_can_pickle("activation", part.activation)
+            compiling.check_can_pickle("gating", part.gating)
+        return _restore, (declared, self._target, self._asked)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompiledMoE:
+        return _restore(self._declared, self._target, self._asked)
+
+    def __call__(self, x: torch.Tensor, *parameters: torch.Tensor, **named: Any) -> Any:
+        """Runs the layer; see the class.
+
+        Raises:
+            InputTypeError: an input is missing, was not declared, or is not a tensor.
+            InputError: an input has the wrong shape, dtype or device.
+        """
+        declared = self._declared
+        given = self._by_name(("x",), parameters, named)
+        if given.get("token_mask", x) is None:
+            del given["token_mask"]
+        for name, tensor in (("x", x), *given.items()):
+            check_tensor(name, tensor)
+        dtype = autocast_dtype(x)
+        if dtype is not None:
+            x = x.to(dtype)
+            cast = {*self._parameters, "residual"}
+            given = {name: tensor.to(dtype) if name in cast else tensor for name, tensor in given.items()}
+        found = self._check_x(x, declared.dtype)
+        if not torch.compiler.is_compiling() and x.dim() > 0:
+            check_slots(declared.experts, x.numel() // max(x.shape[-1], 1), declared.router.top_k)
+        layer = _layer(declared, found, "token_mask" in given, self._target, self._asked)
+        if not torch.compiler.is_compiling():
+            self._used = layer
+        result = layer(x, **given)
+        if declared.outputs == ("hidden",) and not declared.losses:
+            return result[0]
+        count = len(declared.outputs)
+        if not declared.losses:
+            return self._result_type(*result)
+        return self._result_type(*result[:count], dict(zip(declared.losses, result[count:], strict=True)))
+
+    def warmup(
+        self,
+        device: torch.device | str = "cuda",
+        *,
+        dtype: torch.dtype | str | None = None,
+        backward: bool = True,
+        token_mask: bool = False,
+    ) -> None:
+        """Lowers, compiles and loads everything a call needs, for contiguous inputs on a device, whatever T.
+
+        Call it before capturing a CUDA graph.
+
+        Args:
+            device: where the layer will run.
+            dtype: of x; needed if the layer was declared without one.
+            backward: also prepare the backward functions.
+            token_mask: prepare calls with a token mask instead of calls without.
+        """
+        self._used = self.layer(dtype=dtype, token_mask=token_mask)
+        self._used.warmup(device, backward=backward)
+
+    def layer(self, *, dtype: torch.dtype | str | None = None, token_mask: bool = False) -> compiling.CompiledLayer:
+        """What calls with such inputs run: a layer that can be looked into.
+
+        Raises:
+            InputError: no dtype was declared, and none is given.
+        """
+        asked = self._asked_dtype(dtype, self._declared.dtype)
+        return _layer(self._declared, asked.value, token_mask, self._target, self._asked)
+
+    def __repr__(self) -> str:
+        return f"CompiledMoE({self._declared}, backend={self.backend!r})"
+
+
+def _restore(declared: MoE, target: str | None, backend: str) -> CompiledMoE:
+    return CompiledMoE(declared, None if target is None else Target.parse(target), backend)

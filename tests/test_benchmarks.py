@@ -1,0 +1,350 @@
+"""The benchmark of experts without a GPU: floors, checks, and the way of a run on the emulator, with a false clock."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def importable() -> Iterator[None]:
+    """Benchmarks are scripts: their folder is on the path as it is when one is run."""
+    sys.path.insert(0, str(FOLDER))
+    yield
+    sys.path.remove(str(FOLDER))
+
+
+class Counting:
+    """A timer for which every call takes as many microseconds as there were timers before it, plus one."""
+
+    made = 0
+
+    def __init__(self, call: Callable[[int], Any], sets: int, shared: Any) -> None:
+        Counting.made += 1
+        self._us = float(Counting.made)
+        self.calls = sets
+        self.replay_ms = self._us / 1e3
+        self.results = [call(i) for i in range(sets)]
+
+    def burst(self, ms: float) -> list[float]:
+        return [self._us, self._us]
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Callable[..., Any]:
+    """Runs sections of a small case on the emulator; gives the bench."""
+    import experts
+    from experts_cases import CASES
+    from timing import Machine
+
+    def run(*arguments: str) -> Any:
+        args = experts.parse_arguments([*arguments, "--cases", "mixtral", "--tokens", "37", "--budget", "0"])
+        args.cases = [case.small for case in CASES if case.name == "mixtral"]
+        Counting.made = 0
+        made = experts.Bench(args, Machine(), device="cpu", timers=Counting, shared=lambda: None)
+        made.run()
+        args.json = str(tmp_path / "numbers.json")
+        experts.write_json(args, Machine(), made)
+        assert json.loads((tmp_path / "numbers.json").read_text())["rows"]
+        return made
+
+    return run
+
+
+def test_floors() -> None:
+    """Those that are written down in the project's notes, for 700 TFLOP/s and 3 TB/s."""
+    from experts_bounds import Load
+    from experts_cases import CASES
+    from timing import Machine
+
+    cases = {case.name: case for case in CASES}
+    known = [
+        ("qwen3", 16384, False, 1767),
+        ("qwen3", 16384, True, 5301),
+        ("qwen3", 512, False, 404),  # the matrices
+        ("olmoe", 4096, True, 1767),
+        ("mixtral", 512, False, 942),
+        ("deepseek", 16384, False, 16493),
+    ]
+    for name, tokens, backward, us in known:
+        case = cases[name]
+        load = Load(tokens, tokens * case.top_k, case.experts, 1.0)
+        assert round(case.cost(load, backward).floor_us(Machine(), 7e14)) == us
+
+
+def test_kernels_add_up_to_the_layer() -> None:
+    """Every FLOP of the layer is in one kernel; kernels move more than the layer must."""
+    from experts_bounds import Load
+    from experts_cases import CASES
+    from experts_kernels import KINDS, executable_of, launches_of
+
+    from moesaic.codegen.target import Target
+
+    case = CASES[0]
+    load = Load(4096, 20000, 100, 1.0)
+    flops, moved = {}, {}
+    for kind in KINDS:
+        costs = [launch.cost(case, load) for launch in launches_of(kind, executable_of(case, kind, Target.default()))]
+        flops[kind], moved[kind] = sum(c.flops for c in costs), sum(c.bytes for c in costs)
+    assert flops["forward"] == flops["training"] == case.cost(load, False).flops
+    assert flops["training"] + flops["backward"] == case.cost(load, True).flops
+    assert moved["forward"] > case.cost(load, False).bytes
+    assert moved["training"] + moved["backward"] > case.cost(load, True).bytes
+
+
+def test_picks() -> None:
+    from experts_cases import CASES, keep_share, load_of, make_picks
+
+    case, generator = CASES[0], torch.Generator().manual_seed(0)
+    for routing in ("random", "even", "zipf"):
+        picks = make_picks(case, 512, generator, routing).sort(-1)[0]
+        assert (picks[:, 1:] > picks[:, :-1]).all(), "an expert is picked twice"
+        assert picks.min() >= 0 and picks.max() < case.experts
+    assert load_of(case, make_picks(case, 512, generator, "even")).skew == 1.0
+    assert load_of(case, make_picks(case, 512, generator, "one")).experts == 1
+    every = make_picks(case, 4096, generator)
+    local = load_of(case, keep_share(case, every, 0.125, "local", generator))
+    spread = load_of(case, keep_share(case, every, 0.125, "spread", generator))
+    assert local.experts == 16 and spread.experts == 128
+    assert abs(local.rows / 4096 - 1) < 0.1 and abs(spread.rows / 4096 - 1) < 0.1
+
+
+def test_what_is_wrong_is_found() -> None:
+    """Each tensor with a row left out of it, by an implementation that is right otherwise."""
+    pytest.importorskip("transformers")
+    from experts_cases import CASES, check, make_inputs, make_matrices, make_picks, transformers
+
+    generator = torch.Generator().manual_seed(0)
+    case = CASES[2].small
+    matrices = make_matrices(case, generator)
+    given = make_inputs(case, make_picks(case, 40, generator), generator)
+    right = transformers(case, matrices, "eager")
+
+    class Hurt(torch.autograd.Function):
+        """Gives a tensor on, with a gradient whose last row is zeros."""
+
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            gradient = gradient.clone()
+            gradient[-1] = 0
+            return gradient
+
+    def hidden(given: Any) -> torch.Tensor:
+        y = right(given)
+        return y - torch.cat((0 * y[:-1], y[-1:])).detach()
+
+    def of_inputs(name: str) -> Callable[[Any], torch.Tensor]:
+        return lambda given: right(
+            type(given)(**{n: Hurt.apply(t) if n == name else t for n, t in vars(given).items()})
+        )
+
+    def of_matrices(name: str) -> Callable[[Any], torch.Tensor]:
+        hurt = {n: Hurt.apply(t) if n == name else t for n, t in vars(matrices).items()}
+        return transformers(case, type(matrices)(**hurt), "eager")
+
+    runs = {
+        "right": right,
+        "hidden": hidden,
+        "d_x": of_inputs("x"),
+        "d_weights": of_inputs("weights"),
+        "d_gate_up_proj": of_matrices("gate_up"),
+        "d_down_proj": of_matrices("down"),
+    }
+    problems = check(case, given, matrices, runs)
+    assert "right" not in problems
+    for name in runs.keys() - {"right"}:
+        assert problems[name].startswith(f"WRONG: {name}"), problems.get(name)
+
+
+def test_in_turn() -> None:
+    """Each has its turn in each round; what takes long is timed less often."""
+    from timing import in_turn
+
+    order = []
+
+    class One:
+        calls = 2
+
+        def __init__(self, name: str, ms: float) -> None:
+            self.name, self.replay_ms = name, ms
+
+        def burst(self, ms: float) -> list[float]:
+            order.append(self.name)
+            return [self.replay_ms]
+
+    found = in_turn({"a": One("a", 1.0), "b": One("b", 2.0)}, ms=100.0, rounds=5)
+    assert order == ["a", "b"] * 5 and found["b"].us == 2.0 and found["a"].replays == 5
+    order.clear()
+    in_turn({"a": One("a", 1.0), "b": One("b", 500.0)}, ms=100.0, rounds=5)
+    assert order == ["a", "b"] * 3
+
+
+class FalseGpu:
+    """What a timer uses of ``torch.cuda``, with a clock: a captured call takes 100 us, each replay 20 more."""
+
+    def __init__(self) -> None:
+        self.us = 0.0
+        self.pools: list[Any] = []
+        self.captured: list[int] = []
+        gpu = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                self.at = 0.0
+
+            def record(self) -> None:
+                self.at = gpu.us
+
+            def elapsed_time(self, other: Any) -> float:
+                return float(other.at - self.at) / 1e3
+
+        class CUDAGraph:
+            calls = 0
+
+            def replay(self) -> None:
+                gpu.us += 20 + 100 * self.calls
+
+        class Stream:
+            def wait_stream(self, other: Any) -> None:
+                pass
+
+        self.Event, self.CUDAGraph, self.Stream = Event, CUDAGraph, Stream
+
+    @contextmanager
+    def graph(self, graph: Any, pool: Any, stream: Any) -> Iterator[None]:
+        self.pools.append(pool)
+        before = len(self.captured)
+        yield
+        graph.calls = len(self.captured) - before
+
+    def stream(self, stream: Any) -> Any:
+        return nullcontext()
+
+    def current_stream(self) -> Any:
+        return self.Stream()
+
+    def graph_pool_handle(self) -> tuple[int, int]:
+        return 0, 1
+
+    def synchronize(self) -> None:
+        pass
+
+
+def test_timers_on_a_false_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    import timing
+
+    gpu = FalseGpu()
+    monkeypatch.setattr(timing, "torch", SimpleNamespace(cuda=gpu, zeros=lambda n, device: None))
+    shared = timing.Shared()
+    few = timing.GraphTimer(lambda i: gpu.captured.append(i), sets=2, least_ms=1.0, shared=shared)
+    assert few.calls * 100 + 20 >= 1000 and set(gpu.pools) == {(0, 1)}
+    assert few.replay_ms == pytest.approx(0.02 + 0.1 * few.calls)
+    assert few.burst(0.01) == pytest.approx([100 + 20 / few.calls])
+    assert len(few.burst(10 * few.replay_ms)) == 10
+    many = timing.GraphTimer(lambda i: [gpu.captured.append(i) for _ in range(400)], shared=shared)
+    assert many.calls == 1
+    found = timing.in_turn({"few": few, "many": many}, ms=200.0)
+    assert found["few"].us == pytest.approx(100 + 20 / few.calls) and found["many"].us == pytest.approx(40020)
+    assert found["many"].replays == 5
+
+
+@pytest.mark.emulate
+@pytest.mark.slow
+def test_sections_of_layers(bench: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    made = bench("--rows", "--live", "1.0,0.25", "--skew", "--only", "ours,hf")
+    printed = capsys.readouterr()
+    assert made.wrong == 0, printed.out
+    picks = [(row.section, row.picks) for row in made.rows if row.which == "fwd+bwd"]
+    assert picks == [
+        ("rows", "random"),
+        *(("live", label) for label in ("1", "0.25 spread", "0.25 local")),
+        *(("skew", label) for label in ("even", "random", "zipf", "one")),
+    ]
+    assert all(row.us("ours") and row.us("hf") and row.dense for row in made.rows)
+    assert "live: mixtral, T = 37" in printed.err
+
+
+@pytest.mark.emulate
+def test_sections_of_kernels_and_memory(bench: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
+    """Launched alone, in any order and more than once, kernels find what they need: the emulator would say if not."""
+    made = bench("--kernels", "--memory", "--host", "--no-peers")
+    assert made.wrong == 0, capsys.readouterr().out
+    names = [(row.kind, row.name) for row in made.kernels]
+    assert names[0] == ("forward", "metadata") and ("backward", "d_gate_up_proj") in names
+    assert len(set(names)) == len(names)
+    assert all(row.us for row in made.kernels)
+
+
+@pytest.mark.emulate
+def test_a_wrong_result_is_not_timed(bench: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    import experts
+
+    right = experts.ours
+
+    def doubled(*arguments: Any) -> Callable[[Any], torch.Tensor]:
+        run = right(*arguments)
+        return lambda given: 2 * run(given)
+
+    monkeypatch.setattr(experts, "ours", doubled)
+    made = bench("--rows", "--no-peers")
+    assert made.wrong == 1 and experts.summarise(made) == 1
+    assert all(row.cells["ours"].startswith("WRONG: d_gate_up_proj") for row in made.rows)
+
+
+@pytest.mark.emulate
+def test_a_section_that_fails_leaves_the_others(bench: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    import experts
+
+    def fails(*arguments: Any) -> Any:
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(experts, "record", fails)
+    made = bench("--kernels", "--rows", "--no-peers")
+    assert made.wrong == 1 and not made.kernels
+    assert all(row.us("ours") for row in made.rows)
+
+
+@pytest.mark.parametrize("arguments", [["--dry-run"], ["--memory", "--cases", "qwen3"]], ids=" ".join)
+def test_views_without_a_gpu(arguments: list[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("measures the machine where there is one")
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / "experts.py"), *arguments], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "qwen3" in done.stdout
+
+
+def test_resources(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each kernel once, whoever launches it; spilled registers fail."""
+    import experts
+    from compiled import Needs
+
+    from moesaic.codegen.resources import Resources
+
+    spilled = [8]
+    monkeypatch.setattr(
+        experts, "needs_of", lambda kernel, target: Needs(Resources(9, spilled[0]), 0, 2, 0.5, ("HMMA.16816", "EXIT"))
+    )
+    assert experts.main(["--resources", "--cases", "mixtral"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert sum("dispatch_scan" in line for line in lines) == 1
+    assert all("LOCAL MEMORY" in line and line.split()[-4:-2] == ["2", "1"] for line in lines[2:-1])
+    spilled[0] = 0
+    assert experts.main(["--resources", "--cases", "mixtral"]) == 0

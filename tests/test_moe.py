@@ -1,0 +1,511 @@
+"""Whole layers: the product that makes logits, router, experts and shared expert as one function.
+
+Values and gradients against the reference in float64, on the emulator and on a GPU; against the blocks of open models;
+and what a user sees of a compiled layer. Sizes are odd or prime where that matters, cotangents are random.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import importlib.util
+import pickle
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from routing import COMPILED, device_of
+
+import moesaic as mo
+from moesaic.ir.errors import InputError, InputTypeError
+from moesaic.ir.types import DType
+from moesaic.runtime.moe import CompiledMoE
+
+Tensors = dict[str, torch.Tensor]
+
+EXACT = 2.0**-19
+"""Of the largest value, for float32: three products after one another, and a router between."""
+
+ROUNDED = 2.0**-6
+"""Of the largest value, for bf16: every operand of a product is rounded to 2^-9."""
+
+# Sizes are those of tests/test_experts.py, so that kernels which do not depend on the router are built once.
+E, H, INNER, K = 5, 24, 16, 3
+EXPERTS = mo.Experts(E, H, INNER)
+SOFTMAX = mo.Router(E, K, renormalize=True)
+DEEPSEEK = mo.Router(
+    6, 3, score="sigmoid", selection_bias=True, groups=3, groups_kept=2, renormalize=True, renorm_eps=1e-20, scale=2.5
+)
+LOSSES = {"balance": mo.LoadBalance(coef=0.1), "z": mo.ZLoss(coef=0.01)}
+
+LAYERS: dict[str, mo.MoE] = {
+    "plain": mo.MoE(SOFTMAX, EXPERTS, outputs=("hidden", "counts", "logits")),
+    "losses": mo.MoE(replace(SOFTMAX, losses=LOSSES), EXPERTS),
+    "deepseek": mo.MoE(DEEPSEEK, mo.Experts(6, H, INNER), shared=mo.SharedExpert(20)),
+    "gated": mo.MoE(SOFTMAX, EXPERTS, shared=mo.SharedExpert(150, gate=True), residual=True),
+    "mean": mo.MoE(
+        mo.Router(E, K, order="topk_then_score", gate_bias=True, expert_scale=True),
+        mo.Experts(E, H, INNER, weight_on="input", bias=True),
+        shared=mo.SharedExpert(17, gated=False, activation="relu2"),
+        mean=True,
+    ),
+    "local": mo.MoE(mo.Router(2 * E, K), EXPERTS, outputs=("hidden",)),
+}
+
+
+def drawn(layer: mo.MoE, tokens: int, dtype: torch.dtype, *, seed: int = 0) -> Tensors:
+    """Inputs whose products have values near 1."""
+    g = torch.Generator().manual_seed(seed)
+    made: Tensors = {}
+    for argument in layer.module(DType.F32).entry.arguments:
+        sizes = [d if isinstance(d, int) else tokens for d in argument.type.shape]
+        scale = 1.0 if argument.name in ("x", "residual") else sizes[-1] ** -0.5 if len(sizes) > 1 else 0.3
+        values = scale * torch.randn(sizes, generator=g, dtype=torch.float64)
+        of_router = argument.name in ("bias", "gate_bias", "expert_scale")
+        made[argument.name] = values.to(torch.float32 if of_router else dtype)
+    return made
+
+
+def run(layer: CompiledMoE, given: Tensors, cotangent: torch.Tensor, device: str) -> Tensors:
+    """Results, and the gradient of every input that has one."""
+    inputs = {n: t.detach().to(device).requires_grad_(t.is_floating_point() and n != "bias") for n, t in given.items()}
+    result = layer(**inputs)
+    if isinstance(result, torch.Tensor):
+        made: Tensors = {"hidden": result}
+    else:
+        made = {n: getattr(result, n) for n in result._fields if n != "losses"}
+        made |= {f"loss {n}": v for n, v in getattr(result, "losses", {}).items()}
+    total = (made["hidden"] * cotangent.to(device, made["hidden"].dtype)).sum()
+    for number, (name, value) in enumerate(made.items()):
+        if name.startswith("loss") or name == "logits":  # each with a cotangent of its own
+            total = total + (value * torch.linspace(-1, 1, value.numel(), device=device).view_as(value)).sum() * number
+            total = total + value.sum() * 0.7
+    total.backward()
+    made = {n: v.detach().cpu() for n, v in made.items()}
+    for name, tensor in inputs.items():
+        if tensor.requires_grad:
+            assert tensor.grad is not None, f"no gradient of {name}"
+            made[f"d {name}"] = tensor.grad.cpu()
+    return made
+
+
+def exact(layer: mo.MoE, given: Tensors, cotangent: torch.Tensor) -> Tensors:
+    """The same by the reference, in float64."""
+    wide = {n: t.double() if t.is_floating_point() and n not in _OF_ROUTER else t for n, t in given.items()}
+    return run(mo.compile(replace(layer, dtype=None), backend="reference"), wide, cotangent.double(), "cpu")
+
+
+_OF_ROUTER = ("bias", "gate_bias", "expert_scale", "router_scale")
+
+
+def check(found: Tensors, wanted: Tensors, allowed: float) -> None:
+    assert found.keys() == wanted.keys()
+    for name, right in wanted.items():
+        if not right.is_floating_point():
+            assert torch.equal(found[name], right), name
+            continue
+        largest = right.abs().max().item() if right.numel() else 0.0
+        error = (found[name].double() - right).abs().max().item() if right.numel() else 0.0
+        assert error <= allowed * largest, f"{name}: off by {error:.3g} where the largest is {largest:.3g}"
+
+
+def cotangent_for(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+
+
+# Values ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", COMPILED)
+@pytest.mark.parametrize("name", LAYERS)
+def test_values_and_gradients(name: str, backend: str) -> None:
+    layer = LAYERS[name]
+    given, cotangent = drawn(layer, 13, torch.float32), cotangent_for(13, H)
+    check(
+        run(mo.compile(layer, backend=backend), given, cotangent, device_of(backend)),
+        exact(layer, given, cotangent),
+        EXACT,
+    )
+
+
+@pytest.mark.parametrize("backend", COMPILED)
+@pytest.mark.parametrize("name", ["plain", "gated"])
+def test_bf16(name: str, backend: str) -> None:
+    layer = LAYERS[name]
+    given, cotangent = drawn(layer, 29, torch.bfloat16), cotangent_for(29, H)
+    found = run(mo.compile(layer, backend=backend), given, cotangent, device_of(backend))
+    assert found["hidden"].dtype == found["d x"].dtype == torch.bfloat16
+    check(found, exact(layer, given, cotangent), ROUNDED)
+
+
+def test_case_62_logits_of_bf16_are_added_up_in_float32() -> None:
+    """Products of bf16 operands are exact in float32, so that logits are as far off as their sum, not as bf16."""
+    layer = replace(LAYERS["plain"], outputs=("logits", "indices"))
+    given = drawn(layer, 64, torch.bfloat16)
+    by_kernel = mo.compile(layer, backend="reference")(**given)
+    wide = mo.compile(layer, backend="reference")(**{n: t.double() for n, t in given.items()})
+    assert by_kernel.logits.dtype == torch.float32
+    assert (by_kernel.logits - wide.logits).abs().max() < 1e-6
+    assert torch.equal(by_kernel.indices, wide.indices)
+    rounded = mo.compile(replace(layer, logits_dtype="bf16"), backend="reference")(**given)
+    assert rounded.logits.dtype == torch.bfloat16
+    assert torch.equal(rounded.logits, by_kernel.logits.bfloat16())
+
+
+@pytest.mark.parametrize("backend", COMPILED)
+def test_token_mask(backend: str) -> None:
+    """A masked token gives its residual alone, and has no share in counts, losses or gradients, whatever it holds."""
+    layer = mo.MoE(replace(SOFTMAX, losses=LOSSES), EXPERTS, residual=True, outputs=("hidden", "counts", "indices"))
+    given, cotangent = drawn(layer, 13, torch.float32), cotangent_for(13, H)
+    mask = torch.arange(13) % 3 != 1
+    device = device_of(backend)
+    compiled = mo.compile(layer, backend=backend)
+    found = run(compiled, {**given, "token_mask": mask}, cotangent, device)
+    few = {n: t[mask] if n in ("x", "residual") else t for n, t in given.items()}
+    check(
+        {n: t[mask] if n in ("hidden", "indices", "d x", "d residual") else t for n, t in found.items()},
+        exact(layer, few, cotangent[mask]),
+        EXACT,
+    )
+    assert torch.equal(found["hidden"][~mask], given["residual"][~mask])
+    assert (found["indices"][~mask] == -1).all()
+    assert not found["d x"][~mask].any()
+
+
+@pytest.mark.parametrize("backend", COMPILED)
+def test_few_tokens(backend: str) -> None:
+    layer = LAYERS["losses"]
+    compiled = mo.compile(layer, backend=backend)
+    for tokens in (0, 1):
+        given, cotangent = drawn(layer, tokens, torch.float32), cotangent_for(tokens, H)
+        found = run(compiled, given, cotangent, device_of(backend))
+        check(found, exact(layer, given, cotangent), EXACT)
+        assert tokens or not any(v.any() for n, v in found.items() if n.startswith("d "))
+
+
+@pytest.mark.parametrize("backend", COMPILED)
+def test_ranks_add_up(backend: str) -> None:
+    """The first experts on one rank, the others, with their ids moved, on another: together they are the whole."""
+    whole = mo.MoE(mo.Router(2 * E, K), mo.Experts(2 * E, H, INNER), outputs=("hidden", "indices", "weights"))
+    given = drawn(whole, 13, torch.float32)
+    device = device_of(backend)
+    given = {n: t.to(device) for n, t in given.items()}
+    both = mo.compile(whole, backend=backend)(**given)
+    first = {**given, "gate_up_proj": given["gate_up_proj"][:E], "down_proj": given["down_proj"][:E]}
+    part = mo.compile(LAYERS["local"], backend=backend)(**first)
+    rest = mo.compile(EXPERTS, backend=backend)(
+        given["x"], both.indices - E, both.weights, given["gate_up_proj"][E:], given["down_proj"][E:]
+    )
+    assert (part - both.hidden).abs().max() > 0.1
+    torch.testing.assert_close(part + rest, both.hidden, rtol=1e-5, atol=1e-5)
+
+
+# Open models ----------------------------------------------------------------------------------------------------------
+
+
+def _swiglu(block: Any, name: str, prefix: str) -> Tensors:
+    part = getattr(block, name)
+    return {f"{prefix}{n}": getattr(part, n).weight for n in ("gate_proj", "up_proj", "down_proj")}
+
+
+def _experts(block: Any) -> Tensors:
+    return {
+        "gate_weight": block.gate.weight,
+        "gate_up_proj": block.experts.gate_up_proj,
+        "down_proj": block.experts.down_proj,
+    }
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of a family, and how it is declared."""
+
+    model: str
+    config: str
+    block: str
+    options: Mapping[str, Any]
+    layer: mo.MoE
+    tensors: Callable[[Any], Tensors]
+
+
+SIZES = {"num_experts_per_tok": 3, "hidden_size": 20, "moe_intermediate_size": 6}
+BLOCKS = [
+    Block(
+        "qwen3_moe",
+        "Qwen3MoeConfig",
+        "Qwen3MoeSparseMoeBlock",
+        {**SIZES, "num_experts": 8, "norm_topk_prob": True},
+        mo.MoE(mo.Router(8, 3, renormalize=True), mo.Experts(8, 20, 6)),
+        _experts,
+    ),
+    Block(
+        "qwen2_moe",
+        "Qwen2MoeConfig",
+        "Qwen2MoeSparseMoeBlock",
+        {**SIZES, "num_experts": 8, "shared_expert_intermediate_size": 10},
+        mo.MoE(mo.Router(8, 3), mo.Experts(8, 20, 6), shared=mo.SharedExpert(10, separate=True, gate=True)),
+        lambda b: {**_experts(b), **_swiglu(b, "shared_expert", "shared_"), "shared_gate": b.shared_expert_gate.weight},
+    ),
+    Block(
+        "deepseek_v3",
+        "DeepseekV3Config",
+        "DeepseekV3MoE",
+        {**SIZES, "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "n_shared_experts": 2},
+        mo.MoE(
+            mo.Router.preset("deepseek_v3", num_experts=8, top_k=3, groups=4, groups_kept=2),
+            mo.Experts(8, 20, 6),
+            shared=mo.SharedExpert(12, separate=True),
+        ),
+        lambda b: {
+            **_experts(b),
+            **_swiglu(b, "shared_experts", "shared_"),
+            "bias": b.gate.e_score_correction_bias.float(),
+        },
+    ),
+    Block(
+        "cohere2_moe",
+        "Cohere2MoeConfig",
+        "Cohere2MoeSparseMoeBlock",
+        {
+            "num_experts_per_tok": 3,
+            "hidden_size": 20,
+            "intermediate_size": 6,
+            "num_experts": 8,
+            "num_shared_experts": 2,
+            "shared_expert_combination_strategy": "average",
+            "expert_selection_fn": "softmax",
+        },
+        mo.MoE(
+            mo.Router(8, 3, order="topk_then_score"),
+            mo.Experts(8, 20, 6),
+            shared=mo.SharedExpert(12, separate=True),
+            mean=True,
+        ),
+        lambda b: {**_experts(b), **_swiglu(b, "shared_experts", "shared_")},
+    ),
+    Block(
+        "hy_v3",
+        "HYV3Config",
+        "HYV3MoE",
+        {
+            **SIZES,
+            "num_experts": 8,
+            "num_local_experts": 8,
+            "num_shared_experts": 1,
+            "enable_moe_fp32_combine": True,
+            "router_scaling_factor": 2.5,
+        },
+        mo.MoE(
+            mo.Router(8, 3, score="sigmoid", selection_bias=True, renormalize=True, renorm_eps=1e-20, scale=2.5),
+            mo.Experts(8, 20, 6),
+            shared=mo.SharedExpert(6, separate=True),
+        ),
+        lambda b: {
+            **_experts(b),
+            **_swiglu(b, "shared_experts", "shared_"),
+            "bias": b.e_score_correction_bias.float(),
+        },
+    ),
+]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
+@pytest.mark.parametrize("family", BLOCKS, ids=lambda f: f.model)
+def test_blocks_of_open_models(family: Block) -> None:
+    try:
+        parts = [
+            importlib.import_module(f"transformers.models.{family.model}.{p}_{family.model}")
+            for p in ("configuration", "modeling")
+        ]
+    except ModuleNotFoundError:
+        pytest.skip(f"this transformers has no {family.model}")
+    block = getattr(parts[1], family.block)(getattr(parts[0], family.config)(**family.options)).eval()
+    g = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for tensor in (*block.parameters(), *block.buffers()):
+            tensor.copy_(0.5 * torch.randn(tensor.shape, generator=g))
+    x = torch.randn(2, 7, 20, generator=g)
+    cotangent = torch.randn(2, 7, 20, generator=g)
+
+    theirs = x.clone().requires_grad_()
+    right = block(theirs)
+    right = right[0] if isinstance(right, tuple) else right
+    right.backward(cotangent)
+
+    given = {
+        n: t.detach().clone().requires_grad_(t.requires_grad and n != "bias") for n, t in family.tensors(block).items()
+    }
+    ours = x.clone().requires_grad_()
+    found = mo.compile(family.layer, backend="reference")(ours, **given).hidden
+    found.backward(cotangent)
+    torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-3)
+    for name, tensor in family.tensors(block).items():
+        if tensor.requires_grad:
+            assert tensor.grad is not None and tensor.grad.any()
+            torch.testing.assert_close(given[name].grad, tensor.grad, rtol=1e-3, atol=1e-3, msg=name)
+
+
+# What a user sees -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.emulate
+def test_saved_for_backward_is_little() -> None:
+    """x and the weights are the caller's. Beside them: the dispatch, logits, picks and their weights, and h."""
+    layer = mo.MoE(SOFTMAX, EXPERTS)
+    given = {n: t.requires_grad_() for n, t in drawn(layer, 13, torch.float32).items()}
+    kept: list[torch.Tensor] = []
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        kept.append(t)
+        return t
+
+    compiled = mo.compile(layer, backend="emulate")
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        compiled(**given)
+    callers = {t.data_ptr() for t in given.values()}
+    saved = [t for t in kept if t.data_ptr() not in callers]
+    floats = sorted(tuple(t.shape) for t in saved if t.is_floating_point())
+    assert floats == [(13, K), (13, E), (13 * K, 2 * INNER)]  # weights, logits, h
+    assert compiled.memory(13).saved == sum(t.numel() * t.element_size() for t in saved)
+
+
+def test_leading_dimensions_are_kept() -> None:
+    layer = LAYERS["gated"]
+    given = drawn(layer, 12, torch.float32)
+    flat = mo.compile(layer, backend="reference")(**given)
+    given["x"], given["residual"] = given["x"].view(3, 4, H), given["residual"].view(3, 4, H)
+    found = mo.compile(layer, backend="reference")(**given)
+    assert found.hidden.shape == (3, 4, H)
+    assert torch.equal(found.hidden.view(12, H), flat.hidden)
+
+
+def test_matrices_go_by_place_or_by_name() -> None:
+    layer = LAYERS["deepseek"]
+    assert layer.parameters == (
+        "gate_weight",
+        "gate_up_proj",
+        "down_proj",
+        "shared_gate_up_proj",
+        "shared_down_proj",
+    )
+    given = drawn(layer, 4, torch.float32)
+    compiled = mo.compile(layer, backend="reference")
+    by_name = compiled(**given)
+    by_place = compiled(given["x"], *(given[n] for n in layer.parameters), bias=given["bias"])
+    assert torch.equal(by_name.hidden, by_place.hidden)
+    assert by_name._fields == ("hidden", "counts")
+    with pytest.raises(InputTypeError, match=r"given twice"):
+        compiled(given["x"], given["gate_weight"], **{n: t for n, t in given.items() if n != "x"})
+    with pytest.raises(InputTypeError, match=r"missing.*bias|bias.*missing|'bias'"):
+        compiled(**{n: t for n, t in given.items() if n != "bias"})
+    with pytest.raises(InputTypeError, match="shared_down_proj"):
+        compiled(**given, shared_down_prj=given["x"])
+    with pytest.raises(InputError, match="gate_weight"):
+        compiled(**{**given, "gate_weight": given["gate_weight"][:, :-1]})
+
+
+def test_losses_come_as_a_mapping() -> None:
+    layer = LAYERS["losses"]
+    result = mo.compile(layer, backend="reference")(**drawn(layer, 9, torch.float32))
+    assert list(result.losses) == ["balance", "z"]
+    assert result._fields == ("hidden", "counts", "losses")
+
+
+def test_autocast_decides_the_type() -> None:
+    """Case 53: a product's operands are cast, what a router computes stays in float32."""
+    layer = replace(LAYERS["deepseek"], outputs=("hidden", "weights", "logits"))
+    given = drawn(layer, 9, torch.float32)
+    compiled = mo.compile(layer, backend="reference")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = compiled(**given)
+    assert (found.hidden.dtype, found.weights.dtype, found.logits.dtype) == (
+        torch.bfloat16,
+        torch.float32,
+        torch.float32,
+    )
+    cast = {n: t if n == "bias" else t.bfloat16() for n, t in given.items()}
+    assert torch.equal(found.hidden, compiled(**cast).hidden)
+
+
+def test_copies_and_pickles() -> None:
+    layer = LAYERS["gated"]
+    given = drawn(layer, 5, torch.float32)
+    compiled = mo.compile(layer, backend="reference")
+    right = compiled(**given).hidden
+    for copied in (copy.deepcopy(compiled), pickle.loads(pickle.dumps(compiled))):
+        assert torch.equal(copied(**given).hidden, right)
+
+
+def test_what_has_no_meaning_is_refused() -> None:
+    with pytest.raises(InputTypeError, match="router must be a Router, found Experts"):
+        mo.MoE(EXPERTS, EXPERTS)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="picks among 5 experts, found 6"):
+        mo.MoE(SOFTMAX, mo.Experts(6, H, INNER))
+    with pytest.raises(InputError, match="mean"):
+        mo.MoE(SOFTMAX, EXPERTS, mean=True)
+    with pytest.raises(InputError, match="shared_experts and zero_experts"):
+        mo.MoE(mo.Router(5, 3, zero_experts=2), EXPERTS)
+    with pytest.raises(InputError, match=r"outputs.*'hiden'"):
+        mo.MoE(SOFTMAX, EXPERTS, outputs=("hiden",))
+    with pytest.raises(InputError, match="logits_dtype"):
+        mo.MoE(SOFTMAX, EXPERTS, logits_dtype="fp8")
+    with pytest.raises(InputError, match="intermediate"):
+        mo.SharedExpert(0)
+    with pytest.raises(InputError, match="declared for bf16"):
+        layer = replace(LAYERS["plain"], dtype="bf16")
+        mo.compile(layer, backend="reference")(**drawn(layer, 3, torch.float32))
+
+
+def test_one_row_program_and_no_more_products_than_needed() -> None:
+    """Of forward: logits, router, dispatch in three, two products, combine. Backward repeats no product."""
+    layer = mo.compile(LAYERS["plain"], backend="reference").layer(dtype="bf16")
+    forward, backward = layer.stages["choose-saved"].split("moe.func")[1:]
+    kernels = [line.split("kernel.")[1].split()[0] for line in forward.splitlines() if " = kernel." in line]
+    dispatch = ["dispatch_count", "dispatch_scan", "dispatch_scatter"]
+    assert kernels == ["product", "row_program", "col_finish", *dispatch, "product", "product", "combine"]
+    assert backward.count("= kernel.product") == 3  # two of experts, one for logits
+    assert backward.count("= kernel.wgrad") == 3
+    assert backward.count("= kernel.row_program") == 1
+    assert "row.topk" not in backward
+
+
+@pytest.mark.gpu
+def test_captured_in_a_graph_after_warmup() -> None:
+    layer = replace(LAYERS["gated"], router=replace(SOFTMAX, losses=LOSSES))
+    compiled = mo.compile(layer)
+    compiled.warmup("cuda", dtype="fp32")
+    given = {n: t.cuda().requires_grad_() for n, t in drawn(layer, 64, torch.float32).items()}
+    cotangent = cotangent_for(64, H).float().cuda()
+
+    def step() -> list[torch.Tensor]:
+        result = compiled(**given)
+        total = (result.hidden * cotangent).sum() + sum(result.losses.values())
+        return [result.hidden, *torch.autograd.grad(total, list(given.values()))]
+
+    right = [t.clone() for t in step()]
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    for tensor in found:
+        tensor.fill_(float("nan"))
+    graph.replay()
+    torch.cuda.synchronize()
+    for a, b in zip(found, right, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.gpu
+def test_no_synchronisation() -> None:
+    layer = LAYERS["losses"]
+    compiled = mo.compile(layer)
+    given = {n: t.cuda().requires_grad_() for n, t in drawn(layer, 64, torch.float32).items()}
+    compiled(**given).hidden.sum().backward()  # prepares everything
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        compiled(**given).hidden.sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
