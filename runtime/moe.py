@@ -17,9 +17,11 @@ from moesaic.runtime.per_call import MOST_PICKS, PerCall, autocast_dtype, check_
 
 
 @made_once
-def _layer(moe: MoE, dtype: str, masked: bool, target: str | None, backend: str) -> compiling.CompiledLayer:
+def _layer(
+    moe: MoE, dtype: str, masked: bool, target: str | None, backend: str, passes: str
+) -> compiling.CompiledLayer:
     module = moe.module(DType(dtype), masked=masked)
-    return compiling.CompiledLayer(module, None if target is None else Target.parse(target), backend)
+    return compiling.CompiledLayer(module, None if target is None else Target.parse(target), backend, passes)
 
 
 class CompiledMoE(PerCall):
@@ -32,8 +34,8 @@ class CompiledMoE(PerCall):
     is. Gradients flow to x, all weights and biases, and the learned inputs of the router. Under autocast, x and the
     matrices are cast to its type."""
 
-    def __init__(self, declared: MoE, target: Target | None, backend: str) -> None:
-        super().__init__("layer", declared.parameters, target, backend)
+    def __init__(self, declared: MoE, target: Target | None, backend: str, passes: str = "") -> None:
+        super().__init__("layer", declared.parameters, target, backend, passes)
         self._declared = declared
         names = (*declared.outputs, "losses") if declared.losses else declared.outputs
         self._result_type = namedtuple("MoEResult", names)  # type: ignore[misc]
@@ -44,10 +46,10 @@ class CompiledMoE(PerCall):
         for part in (declared.experts, *(() if declared.shared is None else (declared.shared,))):
             compiling.check_can_pickle("activation", part.activation)
             compiling.check_can_pickle("gating", part.gating)
-        return _restore, (declared, self._target, self._asked)
+        return _restore, (declared, self._target, self._asked, self._passes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledMoE:
-        return _restore(self._declared, self._target, self._asked)
+        return _restore(self._declared, self._target, self._asked, self._passes)
 
     def __call__(self, x: torch.Tensor, *parameters: torch.Tensor, **named: Any) -> Any:
         """Runs the layer; see the class.
@@ -72,7 +74,7 @@ class CompiledMoE(PerCall):
             picks = x.numel() // max(x.shape[-1], 1) * declared.router.top_k
             if picks > MOST_PICKS:
                 raise InputError(f"T K may be at most {MOST_PICKS}, found {picks} picks; split the call")
-        layer = _layer(declared, found, "token_mask" in given, self._target, self._asked)
+        layer = _layer(declared, found, "token_mask" in given, self._target, self._asked, self._passes)
         if not torch.compiler.is_compiling():
             self._used = layer
         result = layer(x, **given)
@@ -111,11 +113,11 @@ class CompiledMoE(PerCall):
             InputError: no dtype was declared, and none is given.
         """
         asked = self._asked_dtype(dtype, self._declared.dtype)
-        return _layer(self._declared, asked.value, token_mask, self._target, self._asked)
+        return _layer(self._declared, asked.value, token_mask, self._target, self._asked, self._passes)
 
     def __repr__(self) -> str:
         return f"CompiledMoE({self._declared}, backend={self.backend!r})"
 
 
-def _restore(declared: MoE, target: str | None, backend: str) -> CompiledMoE:
-    return CompiledMoE(declared, None if target is None else Target.parse(target), backend)
+def _restore(declared: MoE, target: str | None, backend: str, passes: str) -> CompiledMoE:
+    return CompiledMoE(declared, None if target is None else Target.parse(target), backend, passes)

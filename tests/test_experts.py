@@ -344,6 +344,39 @@ def test_only_what_is_promised_is_saved() -> None:
     assert layer.memory(13).saved == sum(t.numel() * t.element_size() for t in own)
 
 
+@pytest.mark.parametrize("backend", COMPILED)
+def test_recomputing_keeps_the_dispatch_alone(backend: str) -> None:
+    experts = KINDS["swiglu"]
+    given, cotangent = tensors_for(experts, 13, TOP_K, torch.float32), cotangent_for(13, 24, torch.float32)
+    layer = mo.compile(experts, backend=backend, recompute="h")
+    inputs = {n: t.to(device_of(backend)).requires_grad_(t.is_floating_point()) for n, t in given.items()}
+    saved: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        layer(**inputs)
+    callers = {t.data_ptr() for t in inputs.values()}
+    assert not any(t.is_floating_point() for t in saved if t.data_ptr() not in callers)
+    check(run(layer, given, cotangent, device_of(backend)), exact(experts, given, cotangent), torch.float32)
+    with pytest.raises(InputError, match=r"recompute.*'h'.*found 'x'|'x'.*recompute"):
+        mo.compile(experts, recompute="x")
+
+
+@pytest.mark.parametrize("backend", COMPILED)
+def test_tf32_only_where_it_is_allowed(backend: str) -> None:
+    """Operands have 10 bits of mantissa then: errors of 2^-11 each, and not the 2^-24 of float32."""
+    experts = KINDS["wide"]
+    given, cotangent = tensors_for(experts, 13, TOP_K, torch.float32), cotangent_for(13, 40, torch.float32)
+    wanted = exact(experts, given, cotangent)
+    allowed = run(mo.compile(experts, backend=backend, allow_tf32=True), given, cotangent, device_of(backend))
+    for name, right in wanted.items():
+        error = (allowed[name].double() - right).abs().max() / right.abs().max()
+        assert 1e-5 < error < 2.0**-8, f"{name}: {error:.3g}"
+
+
 @pytest.mark.emulate
 def test_inference_saves_nothing() -> None:
     experts = KINDS["swiglu"]
