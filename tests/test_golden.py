@@ -167,7 +167,7 @@ def test_golden_files_show_every_emitter() -> None:
         *("SimtTile", "MmaTile", "count_picks", "scan_table", "store_slots", "slot.combine", "slot.to_picks"),
         *(
             "tokens_ptr + first_slot + r",
-            "slot.expert_rows",
+            "_bias_ptr + expert * ",
             "slot.of_pick",
             "slot.expert_sums",
             "load_halves",
