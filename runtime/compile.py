@@ -27,6 +27,7 @@ from moesaic.passes.save_products import SaveProducts
 from moesaic.passes.specialize import Specialize
 from moesaic.runtime import launcher
 from moesaic.runtime.execute import RUNNERS, compiled_kernel
+from moesaic.runtime.main_grads import added_by_autograd, by_number, program_into
 from moesaic.runtime.memory import Memory, memory_of
 from moesaic.runtime.program import Executable, Program, program_by_key, program_of
 from moesaic.runtime.reference import TORCH_DTYPES, evaluate
@@ -167,6 +168,8 @@ class Signature:
     has_rows: tuple[bool, ...]
     segments: str
     """How the tokens of sequences lie in the logits, if anything is computed by sequence; else empty."""
+    matrices: tuple[str, ...]
+    """The inputs that are weights of products."""
     sequences: str
     """The input that has a row for each sequence and nothing in it, and is made from the logits' shape; empty if none
     is."""
@@ -195,6 +198,7 @@ def signature_of(handle: str) -> Signature:
             columns=columns,
             has_rows=tuple(t.leading == "T" for t in function.result_types),
             segments=_segments(function),
+            matrices=tuple(a.name for a in function.arguments if a.type.rank > 1 and isinstance(a.type.shape[0], int)),
             sequences=next((a.name for a in function.arguments if _is_only_a_number_of_sequences(a.type)), ""),
         )
     return found
@@ -254,6 +258,9 @@ class CompiledLayer:
     A router also takes ``token_mask``, bool, in the shape of the logits without experts: tokens where it is false get
     indices -1 and weights 0, and have no share in counts, losses or gradients. Losses by sequence need logits of three
     dimensions, [N, S, E] or [S, N, E] as declared.
+
+    Where there are matrices, ``main_grads`` maps names of some to float32 tensors: backward adds their gradients there,
+    unrounded, and gives autograd none. It is for eager calls.
     """
 
     def __init__(self, declared: Router | Module, target: Target | None, backend: str, passes: str = "") -> None:
@@ -340,25 +347,33 @@ class CompiledLayer:
         handle = handles.get(logits.dtype)
         if handle is None:
             handle = self._other_dtype(logits.dtype)
+        main_grads = inputs.pop("main_grads", None)
+        if main_grads:
+            handle = self._into(handle, main_grads)
         signature = signature_of(handle)
         backend = resolve_backend(self._asked, logits.device.type, logits.dtype)
         tensors = _bind(signature, logits, inputs)
+        mains: dict[int, torch.Tensor] = {}
+        if main_grads:
+            mains = by_number([i.name for i in signature.inputs], tensors, signature.matrices, main_grads)
         recorded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         training = recorded and backend != "reference" and has_backward(handle)
         self._ran = backend
         if backend == "reference":
-            outputs = _evaluate(handle, tensors)
+            outputs = _evaluate(handle, added_by_autograd(tensors, mains) if mains else tensors)
         elif torch.compiler.is_compiling():
             outputs = torch.ops.moesaic.forward(handle, backend, training, tensors)
         else:
             self._last = logits.dtype
             _refuse_transforms(tensors)
+            if mains and _must_dispatch(tensors):
+                raise InputError("main_grads are for plain tensors and modes: nothing may watch the call")
             if _must_dispatch(tensors) or (recorded and not training):
                 outputs = torch.ops.moesaic.forward(handle, backend, training, tensors)
             else:
                 # Nobody watching: the same runner without the dispatcher's cost.
                 if training:
-                    outputs = record(handle, backend, tensors)
+                    outputs = record(handle, backend, tensors, mains)
                 else:
                     outputs = RUNNERS[backend].run(signature.program, "forward", (), tensors)
                 if self._native is None and launcher.is_built():
@@ -372,6 +387,14 @@ class CompiledLayer:
                 for o, rows in zip(outputs, signature.has_rows, strict=False)
             ]
         return self._named(results)
+
+    def _into(self, handle: str, main_grads: object) -> str:
+        """The handle of the same function with a backward that adds gradients to sums."""
+        if torch.compiler.is_compiling():
+            raise InputError("main_grads are written in place, outside of what torch.compile may see; call eagerly")
+        known = signature_of(handle).matrices
+        names = tuple(name for name in known if isinstance(main_grads, Mapping) and name in main_grads)
+        return program_into(program_by_key(handle).module, self._passes, names) if names else handle
 
     def _named(self, results: Sequence[torch.Tensor]) -> Any:
         """The results of the function as the call's: outputs by name, then losses as a mapping."""

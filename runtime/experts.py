@@ -63,6 +63,7 @@ class CompiledExperts(PerCall):
             InputError: an input has the wrong shape, dtype or device.
         """
         given = self._by_name(("x", "indices", "weights"), parameters, named)
+        main_grads = given.pop("main_grads", None)
         for name, tensor in (("x", x), ("indices", indices), ("weights", weights), *given.items()):
             check_tensor(name, tensor)
         dtype = autocast_dtype(x)
@@ -72,6 +73,8 @@ class CompiledExperts(PerCall):
         layer = self._layer_for(x, indices, weights)
         if not torch.compiler.is_compiling():
             self._used = layer
+        if main_grads is not None:
+            given["main_grads"] = main_grads
         result = layer(x, indices=indices, weights=weights, **given)
         return result[0] if len(self._declared.outputs) == 1 else self._result_type(*result)
 

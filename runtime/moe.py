@@ -62,6 +62,7 @@ class CompiledMoE(PerCall):
         given = self._by_name(("x",), parameters, named)
         if given.get("token_mask", x) is None:
             del given["token_mask"]
+        main_grads = given.pop("main_grads", None)
         for name, tensor in (("x", x), *given.items()):
             check_tensor(name, tensor)
         dtype = autocast_dtype(x)
@@ -77,6 +78,8 @@ class CompiledMoE(PerCall):
         layer = _layer(declared, found, "token_mask" in given, self._target, self._asked, self._passes)
         if not torch.compiler.is_compiling():
             self._used = layer
+        if main_grads is not None:
+            given["main_grads"] = main_grads
         result = layer(x, **given)
         if declared.outputs == ("hidden",) and not declared.losses:
             return result[0]

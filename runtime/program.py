@@ -21,7 +21,7 @@ from moesaic.ir import environment
 from moesaic.ir.core import Function, Module
 from moesaic.ir.errors import InputError, InternalError
 from moesaic.passes.choose_saved import ChooseSaved
-from moesaic.passes.differentiate import SUFFIX, derive
+from moesaic.passes.differentiate import SUFFIX, Differentiate, derive
 from moesaic.passes.instruments import CrashReproducer, History, SaveTree, VerifyEach, print_by_environment
 from moesaic.passes.lower_aux_loss import lower_losses
 from moesaic.passes.manager import DEFAULT, FORWARD, Instrument, Pass, PassContext, PassManager, parse_pipeline
@@ -101,6 +101,9 @@ class Program:
     def _chosen(self, of_pipeline: Pass) -> Pass:
         """A pass with the options it was given, and what only the pipeline knows."""
         chosen = self._overrides.get(of_pipeline.name, of_pipeline)
+        if isinstance(of_pipeline, Differentiate):
+            assert isinstance(chosen, Differentiate)
+            chosen = replace(chosen, cotangents=of_pipeline.cotangents)
         if isinstance(of_pipeline, SaveProducts | ChooseSaved):
             assert isinstance(chosen, SaveProducts | ChooseSaved)
             chosen = replace(chosen, kept=of_pipeline.kept)

@@ -18,7 +18,7 @@ import torch
 from routing import COMPILED, device_of
 
 import moesaic as mo
-from moesaic.ir.errors import InputError, InputTypeError
+from moesaic.ir.errors import InputError, InputTypeError, UnsupportedError
 from moesaic.runtime.experts import CompiledExperts
 
 Tensors = dict[str, torch.Tensor]
@@ -375,6 +375,66 @@ def test_tf32_only_where_it_is_allowed(backend: str) -> None:
     for name, right in wanted.items():
         error = (allowed[name].double() - right).abs().max() / right.abs().max()
         assert 1e-5 < error < 2.0**-8, f"{name}: {error:.3g}"
+
+
+@pytest.mark.parametrize("backend", ["reference", *COMPILED])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_gradients_add_up_in_main_grads(dtype: torch.dtype, backend: str) -> None:
+    """Two micro-batches, in bf16 as well: what is added is not rounded before, and autograd is given nothing."""
+    experts = KINDS["bias"]
+    device = device_of(backend)
+    layer = mo.compile(experts, backend=backend)
+    matrices = ("gate_up_proj", "down_proj", "gate_up_proj_bias")
+    given = tensors_for(experts, 13, TOP_K, dtype)
+    generator = torch.Generator().manual_seed(4)
+    start = {n: torch.randn(given[n].shape, generator=generator) for n in matrices}
+    mains = {n: t.clone().to(device) for n, t in start.items()}
+    sums: Tensors = {}
+    for seed in (1, 2):
+        batch = tensors_for(experts, 13, TOP_K, dtype, seed=seed)
+        batch = {n: t if n in ("x", "indices", "weights") else given[n] for n, t in batch.items()}
+        cotangent = cotangent_for(13, 24, dtype)
+        inputs = {n: t.detach().to(device).requires_grad_(t.is_floating_point()) for n, t in batch.items()}
+        layer(**inputs, main_grads=mains).backward(cotangent.to(device))
+        wanted = exact(experts, batch, cotangent)
+        for name, tensor in inputs.items():
+            assert (tensor.grad is None) == (name in mains or not tensor.is_floating_point()), name
+        assert inputs["x"].grad is not None and inputs["down_proj_bias"].grad is not None
+        check(
+            {"d_x": inputs["x"].grad.cpu(), "d_down_proj_bias": inputs["down_proj_bias"].grad.cpu()},
+            {n: wanted[n] for n in ("d_x", "d_down_proj_bias")},
+            dtype,
+        )
+        sums = {n: sums.get(n, 0.0) + wanted[f"d_{n}"] for n in matrices}
+    check({n: mains[n].cpu() - start[n] for n in matrices}, sums, dtype)
+
+
+def test_main_grads_that_do_not_fit_are_refused() -> None:
+    experts = KINDS["swiglu"]
+    given = tensors_for(experts, 4, TOP_K, torch.float32)
+    layer = mo.compile(experts, backend="reference")
+    main = torch.zeros(5, 24, 16)
+    for wrong, message in (
+        ({"down_prj": main}, r"'down_prj' is no matrix of this layer; did you mean 'down_proj'"),
+        ({"x": main}, r"'x' is no matrix"),
+        ({"down_proj": main.bfloat16()}, r"must be float32 \[5, 24, 16\] on cpu, found bfloat16"),
+        ({"down_proj": main[:, :, 1:]}, r"found float32 \[5, 24, 15\]"),
+        ({"down_proj": main.transpose(1, 2).contiguous().transpose(1, 2)}, r"must be contiguous"),
+    ):
+        with pytest.raises(InputError, match=message):
+            layer(**given, main_grads=wrong)
+    with pytest.raises(InputTypeError, match="main_grads must map names of matrices to tensors, found list"):
+        layer(**given, main_grads=[main])
+
+
+@pytest.mark.emulate
+def test_main_grads_go_with_a_plain_backward() -> None:
+    experts = KINDS["swiglu"]
+    given = tensors_for(experts, 4, TOP_K, torch.float32)
+    inputs = {n: t.requires_grad_(t.is_floating_point()) for n, t in given.items()}
+    result = mo.compile(experts, backend="emulate")(**inputs, main_grads={"down_proj": torch.zeros(5, 24, 16)})
+    with pytest.raises(UnsupportedError, match="main_grads are written in place"):
+        torch.autograd.grad(result.sum(), inputs["x"], create_graph=True)
 
 
 @pytest.mark.emulate
