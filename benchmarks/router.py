@@ -175,7 +175,7 @@ class Variant:
     @property
     def program(self) -> Program:
         """What moesaic makes of it; the one that the layer runs."""
-        return program_of(self.case.module(self.outputs, self.dtype, self.passes))
+        return program_of(self.case.module(self.outputs, self.dtype), self.passes)
 
     def executable(self, kind: str, target: Target) -> Executable:
         """``forward``, ``training`` or ``backward``, for aligned inputs, as the layer asks for it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import torch
 
 import moesaic as mo
-from moesaic.runtime.program import program_of
 
 Tensor = torch.Tensor
 Routing = tuple[Tensor, Tensor]
@@ -64,17 +62,14 @@ class Case:
         """The same in torch, as models write it."""
         return _eager_groups(self, outputs) if self.groups else _eager_softmax(self, outputs)
 
-    def module(self, outputs: str, dtype: str, passes: str = "") -> mo.ir.core.Module:
-        """The declared function; with `passes`, options in place of the compiler's choices, under a name of its own."""
+    def module(self, outputs: str, dtype: str) -> mo.ir.core.Module:
+        """The declared function."""
         module: mo.ir.core.Module = self.router(outputs, dtype).module(dtype)
-        if passes:
-            module.entry.name += "_" + hashlib.sha256(passes.encode()).hexdigest()[:8]
-            program_of(module).override(passes)
         return module
 
     def ours(self, outputs: str, dtype: str, backend: str, passes: str = "") -> Route:
         """The compiled layer."""
-        layer = mo.compile(self.module(outputs, dtype, passes), backend=backend)
+        layer = mo.compile(self.module(outputs, dtype), backend=backend, passes=passes)
         if self.groups:
             return lambda logits, bias: layer(logits, bias=bias)
         return lambda logits, bias: layer(logits)

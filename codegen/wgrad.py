@@ -149,12 +149,19 @@ class _Emitter:
         return f"{pointer} + static_cast<long long>(moesaic::load_one({tokens} + first_slot + {number})) * {stride}"
 
     def _store(self) -> list[str]:
-        value, expression = self._cast(self.wgrad.y, "tile.values[0][i][j][v]")
+        value, expression, onto = self._after(self.wgrad.y, "tile.values[0][i][j][v]")
         index = self.op.reads + self.region.terminator.operands.index(value)
         pointer = self.parameters.pointer(index)
         size = value.type.dtype.bytes
         align = python_math.gcd(16, columns_of(self.wgrad.b) * size, self.shape.vector * size)
+        if onto is not None:
+            align = python_math.gcd(align, self.parameters.align(self.parameters.index(onto)))
         whole = "true" if columns_of(self.wgrad.b) % self.shape.vector == 0 else "false"
+        access = f"<Tile::kVector, {align}, {whole}>(out_row + column, left, "
+        before: list[str] = []
+        if onto is not None:
+            before = ["    float before[Tile::kVector];", f"    moesaic::load_columns{access}before);"]
+            expression = f"before[v] + {expression}"
         return [
             "#pragma unroll",
             "for (int i = 0; i < Tile::kOwnRows; ++i) {",
@@ -165,11 +172,12 @@ class _Emitter:
             "  for (int j = 0; j < Tile::kOwnVectors; ++j) {",
             "    const int column = first_column + tile.column(j);",
             "    if (column >= kColumns) continue;",
+            "    const int left = kColumns - column;",
+            *before,
             "    float values[Tile::kVector];",
             "#pragma unroll",
             f"    for (int v = 0; v < Tile::kVector; ++v) values[v] = {expression};",
-            "    const int left = kColumns - column;",
-            f"    moesaic::store_columns<Tile::kVector, {align}, {whole}>(out_row + column, left, values);",
+            f"    moesaic::store_columns{access}values);",
             "  }",
             "}",
         ]
@@ -184,8 +192,11 @@ class _Emitter:
                 if rows is self.wgrad.a or (rows is not self.wgrad.b and columns_of(rows) == columns_of(self.wgrad.a))
                 else ("first_row == 0", "kColumns", "first_column", "kTileColumns")
             )
-            value, expression = self._cast(op.y, "total")
+            value, expression, onto = self._after(op.y, "total")
             pointer = self.parameters.pointer(self.op.reads + self.region.terminator.operands.index(value))
+            place = f"{pointer} + static_cast<long long>(expert) * {columns} + column"
+            if onto is not None:
+                expression = f"moesaic::load_one({place}) + {expression}"
             added = f"moesaic::to_float(moesaic::load_one({self._row(rows, 'k')} + column))"
             inside = [f"total += {added};"]
             if factor is not None:
@@ -209,7 +220,7 @@ class _Emitter:
                 "    for (int k = 0; k < slots; ++k) {",
                 *indented(inside, 6),
                 "    }",
-                f"    moesaic::store_one({pointer} + static_cast<long long>(expert) * {columns} + column, {store});",
+                f"    moesaic::store_one({place}, {store});",
                 "  }",
                 "}",
             ]
@@ -227,15 +238,20 @@ class _Emitter:
                     return rows, factor.op
         raise UnsupportedError(f"{self.op.symbol}: sums rows that are no operand of the gradient beside them")
 
-    def _cast(self, value: Value, expression: str) -> tuple[Value, str]:
-        """What leaves of a value, after the elementwise ops that follow it, and the C++ of an element."""
+    def _after(self, value: Value, expression: str) -> tuple[Value, str, Value | None]:
+        """What leaves of a value, after the elementwise ops that follow it, the C++ of an element, and the input that
+        it is added to, which lies where it is written."""
+        onto: Value | None = None
         while value not in self.region.terminator.operands:
             [user] = self.region.users(value)
-            if not isinstance(user, math.Elementwise) or len(user.operands) != 1:
+            if isinstance(user, slot.Accumulate):
+                onto = user.main
+            elif isinstance(user, math.Elementwise) and len(user.operands) == 1:
+                expression = user.cuda_expression(expression)
+            else:
                 raise UnsupportedError(f"{user.name} has no form after the gradient of a weight")
-            expression = user.cuda_expression(expression)
             value = user.results[0]
-        return value, expression
+        return value, expression, onto
 
     def _name(self, value: Value) -> str:
         return value.name or short_name(value)

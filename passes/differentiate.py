@@ -4,6 +4,9 @@
 recomputes what it needs from the inputs. ``choose-saved`` decides later what forward keeps for it instead. Only sums
 over tokens are handed over from the start, since a row cannot wait for what all rows make. An input that no gradient
 reaches (a selection bias, say) has no ``d_`` result: its gradient is structurally zero.
+
+The gradient of an input named in ``into`` is added to an input ``main_<name>`` of float32 instead, without being
+rounded before. The sum is a result of that name, and is written into the input.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from moesaic.ir.core import Block, Constant, Function, Module, OpResult, Return,
 from moesaic.ir.errors import InputError, UnsupportedError
 from moesaic.ir.ops import math
 from moesaic.ir.ops.col import ColumnReduction, Total
-from moesaic.ir.types import Dim, broadcast_shapes
+from moesaic.ir.types import Dim, DType, TensorType, broadcast_shapes
 from moesaic.passes.dce import sweep
 from moesaic.passes.manager import Pass, PassContext
 
@@ -28,6 +31,7 @@ class Differentiate(Pass):
 
     Options:
         cotangents: names of the results that have a cotangent; empty for every float result.
+        into: inputs whose gradient is added to a sum that exists.
     """
 
     name: ClassVar[str] = "differentiate"
@@ -35,12 +39,13 @@ class Differentiate(Pass):
     establishes: ClassVar[str | None] = "summed"
 
     cotangents: tuple[str, ...] = ()
+    into: tuple[str, ...] = ()
 
     def run(self, module: Module, context: PassContext) -> bool:
         forward = module.entry
         if module.has_function(forward.name + SUFFIX):
             return False
-        backward = derive(forward, self.cotangents)
+        backward = derive(forward, self.cotangents, self.into)
         if backward is None:
             context.remarks.append("differentiate: no gradient reaches an input; there is no backward function")
             return False
@@ -53,13 +58,13 @@ class Differentiate(Pass):
         return True
 
 
-def derive(forward: Function, cotangents: tuple[str, ...] = ()) -> Function | None:
+def derive(forward: Function, cotangents: tuple[str, ...] = (), into: tuple[str, ...] = ()) -> Function | None:
     """The backward function, or ``None`` if no gradient reaches any input.
 
     It takes the sums over tokens that it needs by the names of the results of `forward`, or by ``saved_<name>``.
 
     Raises:
-        InputError: a name in `cotangents` is not a float result.
+        InputError: a name in `cotangents` is not a float result, or one in `into` no float input.
     """
     block = Block()
     copies: dict[Value, Value] = {a: block.add_argument(a.type, a.name) for a in forward.arguments}
@@ -84,6 +89,11 @@ def derive(forward: Function, cotangents: tuple[str, ...] = ()) -> Function | No
         if not isinstance(value, Constant):
             _accumulate(flowing, copies[value], argument)
 
+    inputs = [a.name for a in forward.arguments if a.type.dtype.is_float]
+    for name in into:
+        if name not in inputs:
+            raise InputError(f"differentiate: {name!r} is not a float input of @{forward.name}; these are: {inputs}")
+
     for op in reversed(originals):
         incoming = [flowing.get(r) for r in op.results]
         if all(c is None for c in incoming):
@@ -104,6 +114,11 @@ def derive(forward: Function, cotangents: tuple[str, ...] = ()) -> Function | No
             continue
         if total.type.shape != argument.type.shape:
             total = create_one("math.broadcast", total, argument, block=block)
+        if argument.name in into:
+            main = block.add_argument(TensorType(argument.type.shape, DType.F32), f"main_{argument.name}")
+            names.append(main.name)
+            returned.append(create_one("slot.accumulate", main, total, block=block))
+            continue
         if total.type.dtype is not argument.type.dtype:
             total = create_one("math.cast", total, dtype=argument.type.dtype.value, block=block)
         total.name = total.name or f"d_{argument.name}"

@@ -151,7 +151,7 @@ class _Fusion:
     def _after_wgrad(self, value: Value) -> bool:
         """Whether a value is elementwise after a weight's gradient, sums over experts, or numbers of picks."""
         op = _op(value)
-        while isinstance(op, math.Elementwise):
+        while isinstance(op, math.Elementwise | slot.Accumulate):
             inside = [o for o in map(_op, op.operands) if o is not None]
             if len(inside) != 1:
                 return False
@@ -278,7 +278,8 @@ class _Fusion:
     def _last(self, value: Value) -> Value:
         """A value after the casts that only it goes through."""
         users = self.body.users(value)
-        while len(users) == 1 and isinstance(users[0], math.Elementwise) and value not in self.body.terminator.operands:
+        after = (math.Elementwise, slot.Accumulate)
+        while len(users) == 1 and isinstance(users[0], after) and value not in self.body.terminator.operands:
             value = users[0].results[0]
             users = self.body.users(value)
         return value

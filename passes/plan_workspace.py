@@ -1,7 +1,8 @@
 """``plan-workspace``: kernels become launches over buffers; values that stay inside get a place in one workspace.
 
-Buffers of the workspace are assigned to slots: a buffer may take over a slot of the same size once the slot's last
-reader has run. Sizes are affine in symbols known at launch; nothing is sized by data.
+What is accumulated is written into the input it is added to. Buffers of the workspace are assigned to slots: a buffer
+may take over a slot of the same size once the slot's last reader has run. Sizes are affine in symbols known at launch;
+nothing is sized by data.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from moesaic.ir.core import Block, Constant, Function, Module, Op, Value, Yield
+from moesaic.ir.core import Block, Constant, Function, Module, Op, OpResult, Value, Yield
 from moesaic.ir.ops import slot
 from moesaic.ir.ops.kernel import (
     ColFinish,
@@ -52,7 +53,12 @@ def _plan(function: Function) -> bool:
     buffers: dict[Value, Value] = {}
     for index, op in enumerate(kernels):
         written: list[Value] = []
+        into = _written_inputs(op)
         for value in op.results:
+            if value in into:
+                buffers[value] = into[value]
+                written.append(into[value])
+                continue
             returned = value in terminator.operands
             alloc = Alloc(
                 [],
@@ -70,6 +76,16 @@ def _plan(function: Function) -> bool:
     terminator.operands = [v if isinstance(v, Constant) else buffers.get(v, v) for v in terminator.operands]
     body.append(terminator)
     return True
+
+
+def _written_inputs(op: Op) -> dict[Value, Value]:
+    """The results of a kernel that are written into its operands, and these."""
+    found: dict[Value, Value] = {}
+    if op.region is not None:
+        for value, inside in zip(op.results, op.region.terminator.operands, strict=True):
+            if isinstance(inside, OpResult) and isinstance(inside.op, slot.Accumulate):
+                found[value] = op.operands[op.region.arguments.index(inside.op.main)]  # type: ignore[arg-type]
+    return found
 
 
 def _launch(function: str, op: Op, read: list[Value], written: list[Value], symbols: set[str]) -> Kernel:

@@ -52,8 +52,10 @@ class ProductShape:
     blocks: int = 1
 
     @classmethod
-    def of(cls, dtype: DType, parts: int, columns: int) -> ProductShape:
+    def of(cls, dtype: DType, parts: int, columns: int, allow_tf32: bool = False) -> ProductShape:
         """The rule: tensor cores for 16-bit operands; 128 columns in all parts together, or as few as there are.
+
+        Float32 operands go there only if they may be rounded to tf32.
 
         Tiles on tensor cores have four warps of 64 x 64, which read the least of shared memory for each product; two
         such blocks share a multiprocessor, so that one multiplies while the other is at its epilogue. Others have 32
@@ -63,6 +65,8 @@ class ProductShape:
             fitting = min(_COLUMNS // parts, max(16, _power_of_two(columns)))
             return cls("MmaTile", _ROWS, fitting, 32, 4, 128, 2)
         fitting = min(_COLUMNS // parts, max(32, _power_of_two(columns)))
+        if allow_tf32 and dtype is DType.F32:
+            return cls("MmaTile", _ROWS, fitting, 16, 4, 128, 2)
         return cls("SimtTile", _SIMT_ROWS, fitting, 16, 2, _SIMT_ROWS * fitting * parts // 32)
 
     @property
@@ -111,7 +115,7 @@ def _power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def product_shape(region: Block) -> ProductShape:
+def product_shape(region: Block, allow_tf32: bool = False) -> ProductShape:
     """The tile of a ``kernel.product`` or ``kernel.wgrad``."""
     for op in region.ops:
         if isinstance(op, slot.Product):
@@ -119,9 +123,9 @@ def product_shape(region: Block) -> ProductShape:
             halves = columns != narrow_columns(region)
             in_turn = any(o.interleaved for o in region.ops if isinstance(o, slot.Split | slot.Join))
             parts = 2 if halves and not in_turn else 1
-            return ProductShape.of(op.x.type.dtype, parts, columns // parts)
+            return ProductShape.of(op.x.type.dtype, parts, columns // parts, allow_tf32)
         if isinstance(op, slot.GroupedWgrad | slot.Wgrad):
             outer = op.b.type.shape[-1]
             assert isinstance(outer, int)
-            return ProductShape.of(op.a.type.dtype, 1, outer)
+            return ProductShape.of(op.a.type.dtype, 1, outer, allow_tf32)
     raise InternalError("a product kernel without a product")

@@ -78,6 +78,8 @@ class SaveProducts(Pass):
         if self.kept and name not in self.kept:
             return ""
         if stored not in forward.returned:
+            if isinstance(stored, OpResult):
+                stored.name = stored.name or name
             forward.returned.append(stored)
             forward.result_names.append(name)
         replaced: Value = backward.body.add_argument(stored.type, name)

@@ -7,8 +7,8 @@ import os
 import pickle
 from collections import namedtuple
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, overload
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, Unpack, overload
 
 import torch
 from torch.autograd import forward_ad
@@ -18,12 +18,16 @@ from moesaic.codegen.target import Target
 from moesaic.ir import environment
 from moesaic.ir.core import Function, Module
 from moesaic.ir.declare import LOSS_PREFIX, Router
-from moesaic.ir.errors import InputError, InputTypeError, UnsupportedError, suggestion
+from moesaic.ir.errors import InputError, InputTypeError, UnsupportedError, check_choice, suggestion
 from moesaic.ir.experts import Experts
 from moesaic.ir.moe import MoE
 from moesaic.ir.types import Affine, Dim, DType, TensorType, symbol
+from moesaic.passes.manager import parse_pipeline
+from moesaic.passes.save_products import SaveProducts
+from moesaic.passes.specialize import Specialize
 from moesaic.runtime import launcher
 from moesaic.runtime.execute import RUNNERS, compiled_kernel
+from moesaic.runtime.main_grads import added_by_autograd, by_number, program_into
 from moesaic.runtime.memory import Memory, memory_of
 from moesaic.runtime.program import Executable, Program, program_by_key, program_of
 from moesaic.runtime.reference import TORCH_DTYPES, evaluate
@@ -43,14 +47,30 @@ _is_compiling = torch.compiler.is_compiling
 _DTYPES = {t: d for d, t in TORCH_DTYPES.items()}
 
 
+class Options(TypedDict, total=False):
+    """What `compile` takes beside a declaration."""
+
+    target: str | Target | None
+    backend: str
+    recompute: str | None
+    allow_tf32: bool
+    passes: str
+
+
 @overload
-def compile(what: MoE, *, target: str | Target | None = None, backend: str = "auto") -> CompiledMoE: ...
+def compile(what: MoE, **options: Unpack[Options]) -> CompiledMoE: ...
 @overload
-def compile(what: Experts, *, target: str | Target | None = None, backend: str = "auto") -> CompiledExperts: ...
+def compile(what: Experts, **options: Unpack[Options]) -> CompiledExperts: ...
 @overload
-def compile(what: Router | Module, *, target: str | Target | None = None, backend: str = "auto") -> CompiledLayer: ...
+def compile(what: Router | Module, **options: Unpack[Options]) -> CompiledLayer: ...
 def compile(
-    what: Router | Experts | MoE | Module, *, target: str | Target | None = None, backend: str = "auto"
+    what: Router | Experts | MoE | Module,
+    *,
+    target: str | Target | None = None,
+    backend: str = "auto",
+    recompute: str | None = None,
+    allow_tf32: bool = False,
+    passes: str = "",
 ) -> CompiledLayer | CompiledExperts | CompiledMoE:
     """Compiles a declared layer.
 
@@ -62,10 +82,17 @@ def compile(
         target: the GPU architecture to look at (``"sm_90a"``); calls on a GPU compile for the tensors' device.
         backend: ``"auto"`` follows the tensors (CUDA tensors run on ``cuda``, CPU tensors on ``reference``), unless
             ``MOESAIC_BACKEND`` names another; ``"emulate"`` runs the generated CUDA on the CPU.
+        recompute: ``"h"`` if backward is to compute the first product of experts again instead of keeping it: of what
+            forward makes, only the dispatch, logits and weights of picks are kept then.
+        allow_tf32: whether products of float32 operands may round them to tf32 (10 bits of mantissa), which tensor
+            cores multiply. Sums stay in float32. The reference does not round.
+        passes: options of passes in place of the compiler's choices, written as in a pipeline, say
+            ``"specialize{lanes=8}"``: for measuring one choice against another.
 
     Raises:
-        InputError: an unknown backend or target.
+        InputError: an unknown backend, target or `recompute`.
         InputTypeError: `what` is not a declaration.
+        UsageError: `passes` names an unknown pass or option.
     """
     if not isinstance(what, Router | Experts | MoE | Module):
         raise InputTypeError(
@@ -76,15 +103,31 @@ def compile(
         raise InputError(f"unknown backend {backend!r}{suggestion(backend, BACKENDS)}; known: {', '.join(BACKENDS)}")
     if isinstance(target, str):
         target = Target.parse(target)
+    chosen = _chosen(passes, recompute, allow_tf32)
     if isinstance(what, Experts):
         from moesaic.runtime.experts import CompiledExperts  # which is made of layers like the one below
 
-        return CompiledExperts(what, target, backend)
+        return CompiledExperts(what, target, backend, chosen)
     if isinstance(what, MoE):
         from moesaic.runtime.moe import CompiledMoE
 
-        return CompiledMoE(what, target, backend)
-    return CompiledLayer(what, target, backend)
+        return CompiledMoE(what, target, backend, chosen)
+    return CompiledLayer(what, target, backend, chosen)
+
+
+def _chosen(passes: str, recompute: str | None, allow_tf32: bool) -> str:
+    """The passes that run with options, as pipeline text."""
+    named = {p.name: p for p in parse_pipeline(passes)}
+    if recompute is not None:
+        check_choice("recompute", recompute, ("h",))
+        saving = named.get(SaveProducts.name, SaveProducts())
+        assert isinstance(saving, SaveProducts)
+        named[saving.name] = replace(saving, recompute=recompute)
+    if allow_tf32:
+        specializing = named.get(Specialize.name, Specialize())
+        assert isinstance(specializing, Specialize)
+        named[specializing.name] = replace(specializing, allow_tf32=True)
+    return ",".join(map(str, named.values()))
 
 
 class Input(NamedTuple):
@@ -125,6 +168,8 @@ class Signature:
     has_rows: tuple[bool, ...]
     segments: str
     """How the tokens of sequences lie in the logits, if anything is computed by sequence; else empty."""
+    matrices: tuple[str, ...]
+    """The inputs that are weights of products."""
     sequences: str
     """The input that has a row for each sequence and nothing in it, and is made from the logits' shape; empty if none
     is."""
@@ -153,6 +198,7 @@ def signature_of(handle: str) -> Signature:
             columns=columns,
             has_rows=tuple(t.leading == "T" for t in function.result_types),
             segments=_segments(function),
+            matrices=tuple(a.name for a in function.arguments if a.type.rank > 1 and isinstance(a.type.shape[0], int)),
             sequences=next((a.name for a in function.arguments if _is_only_a_number_of_sequences(a.type)), ""),
         )
     return found
@@ -212,12 +258,16 @@ class CompiledLayer:
     A router also takes ``token_mask``, bool, in the shape of the logits without experts: tokens where it is false get
     indices -1 and weights 0, and have no share in counts, losses or gradients. Losses by sequence need logits of three
     dimensions, [N, S, E] or [S, N, E] as declared.
+
+    Where there are matrices, ``main_grads`` maps names of some to float32 tensors: backward adds their gradients there,
+    unrounded, and gives autograd none. It is for eager calls.
     """
 
-    def __init__(self, declared: Router | Module, target: Target | None, backend: str) -> None:
+    def __init__(self, declared: Router | Module, target: Target | None, backend: str, passes: str = "") -> None:
         self._declared = declared
         self._target = target
         self._asked = backend
+        self._passes = passes
         self._declared_dtype = _declared_dtype(declared)
         self._native: Any = None  # a `Caller` of the native launcher, and the backend that it stands for
         self._native_backend = ""
@@ -225,13 +275,13 @@ class CompiledLayer:
         self._last: torch.dtype | None = None
         # By dtype of the logits. Complete from the start, so that torch.compile finds nothing to do but look one up.
         self._handles: dict[torch.dtype, str] = {
-            TORCH_DTYPES[dtype]: _program_for(declared, dtype).key for dtype in self._dtypes()
+            TORCH_DTYPES[dtype]: _program_for(declared, dtype, passes).key for dtype in self._dtypes()
         }
         self._masked_handles: dict[torch.dtype, str] = {}
         self._losses: tuple[str, ...] = ()
         if isinstance(declared, Router):
             self._masked_handles = {
-                TORCH_DTYPES[dtype]: _program_for(declared, dtype, masked=True).key for dtype in self._dtypes()
+                TORCH_DTYPES[dtype]: _program_for(declared, dtype, passes, masked=True).key for dtype in self._dtypes()
             }
             self._losses = tuple(declared.losses)
         names = declared.outputs if isinstance(declared, Router) else tuple(declared.entry.result_names)
@@ -250,10 +300,10 @@ class CompiledLayer:
         if isinstance(self._declared, Router):
             check_can_pickle("score", self._declared.score)
         declared = self._declared if isinstance(self._declared, Router) else str(self._declared)
-        return _restore, (declared, None if self._target is None else self._target.name, self._asked)
+        return _restore, (declared, None if self._target is None else self._target.name, self._asked, self._passes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledLayer:
-        return CompiledLayer(self._declared, self._target, self._asked)
+        return CompiledLayer(self._declared, self._target, self._asked, self._passes)
 
     # ------------------------------------------------------------------------------------------------- running
 
@@ -297,25 +347,33 @@ class CompiledLayer:
         handle = handles.get(logits.dtype)
         if handle is None:
             handle = self._other_dtype(logits.dtype)
+        main_grads = inputs.pop("main_grads", None)
+        if main_grads:
+            handle = self._into(handle, main_grads)
         signature = signature_of(handle)
         backend = resolve_backend(self._asked, logits.device.type, logits.dtype)
         tensors = _bind(signature, logits, inputs)
+        mains: dict[int, torch.Tensor] = {}
+        if main_grads:
+            mains = by_number([i.name for i in signature.inputs], tensors, signature.matrices, main_grads)
         recorded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         training = recorded and backend != "reference" and has_backward(handle)
         self._ran = backend
         if backend == "reference":
-            outputs = _evaluate(handle, tensors)
+            outputs = _evaluate(handle, added_by_autograd(tensors, mains) if mains else tensors)
         elif torch.compiler.is_compiling():
             outputs = torch.ops.moesaic.forward(handle, backend, training, tensors)
         else:
             self._last = logits.dtype
             _refuse_transforms(tensors)
+            if mains and _must_dispatch(tensors):
+                raise InputError("main_grads are for plain tensors and modes: nothing may watch the call")
             if _must_dispatch(tensors) or (recorded and not training):
                 outputs = torch.ops.moesaic.forward(handle, backend, training, tensors)
             else:
                 # Nobody watching: the same runner without the dispatcher's cost.
                 if training:
-                    outputs = record(handle, backend, tensors)
+                    outputs = record(handle, backend, tensors, mains)
                 else:
                     outputs = RUNNERS[backend].run(signature.program, "forward", (), tensors)
                 if self._native is None and launcher.is_built():
@@ -329,6 +387,14 @@ class CompiledLayer:
                 for o, rows in zip(outputs, signature.has_rows, strict=False)
             ]
         return self._named(results)
+
+    def _into(self, handle: str, main_grads: object) -> str:
+        """The handle of the same function with a backward that adds gradients to sums."""
+        if torch.compiler.is_compiling():
+            raise InputError("main_grads are written in place, outside of what torch.compile may see; call eagerly")
+        known = signature_of(handle).matrices
+        names = tuple(name for name in known if isinstance(main_grads, Mapping) and name in main_grads)
+        return program_into(program_by_key(handle).module, self._passes, names) if names else handle
 
     def _named(self, results: Sequence[torch.Tensor]) -> Any:
         """The results of the function as the call's: outputs by name, then losses as a mapping."""
@@ -436,7 +502,7 @@ class CompiledLayer:
     def _program(self, dtype: DType | None = None, *, masked: bool = False) -> Program:
         """The program to look at: of the dtype given, declared, called with last, or float32."""
         last = _DTYPES[self._last] if self._last is not None else DType.F32
-        return _program_for(self._declared, dtype or self._declared_dtype or last, masked=masked)
+        return _program_for(self._declared, dtype or self._declared_dtype or last, self._passes, masked=masked)
 
     # ------------------------------------------------------------------------------------------------- looking
 
@@ -537,10 +603,11 @@ class _Assembly(Mapping[str, Mapping[str, Any]]):
         return len(self._KINDS)
 
 
-def _restore(declared: Router | str, target: str | None, backend: str) -> CompiledLayer:
+def _restore(declared: Router | str, target: str | None, backend: str, passes: str) -> CompiledLayer:
     from moesaic.ir.parser import parse
 
-    return compile(parse(declared) if isinstance(declared, str) else declared, target=target, backend=backend)
+    made = parse(declared) if isinstance(declared, str) else declared
+    return compile(made, target=target, backend=backend, passes=passes)
 
 
 def _declared_dtype(declared: Router | Module) -> DType | None:
@@ -556,12 +623,14 @@ def _result_type(names: tuple[str, ...]) -> type[Any]:
 
 
 @functools.lru_cache(maxsize=2048)
-def _router_program(router: Router, dtype: DType, masked: bool) -> Program:
-    return program_of(router.module(dtype, masked=masked))
+def _router_program(router: Router, dtype: DType, passes: str, masked: bool) -> Program:
+    return program_of(router.module(dtype, masked=masked), passes)
 
 
-def _program_for(declared: Router | Module, dtype: DType, *, masked: bool = False) -> Program:
-    return _router_program(declared, dtype, masked) if isinstance(declared, Router) else program_of(declared)
+def _program_for(declared: Router | Module, dtype: DType, passes: str, *, masked: bool = False) -> Program:
+    if isinstance(declared, Router):
+        return _router_program(declared, dtype, passes, masked)
+    return program_of(declared, passes)
 
 
 @torch._dynamo.allow_in_graph

@@ -85,9 +85,10 @@ class Loaded:
     """Blocks that a persistent grid should have at most."""
 
     def launch(
-        self, grid: Grid, stream: int, values: Sequence[int], tensors: Sequence[torch.Tensor], inputs: int
+        self, grid: Grid, stream: int, values: Sequence[int], tensors: Sequence[torch.Tensor], read: frozenset[int]
     ) -> None:
-        """Launches with the argument values; `tensors` are all operands of the plan, the first `inputs` only read."""
+        """Launches with the argument values; `tensors` are all operands of the plan, those numbered in `read` only
+        read."""
         raise NotImplementedError
 
     def native_launch(self) -> driver.Launch:
@@ -103,6 +104,7 @@ class Prepared:
         self.executable = executable
         self.runner = runner
         self.results = plan.results
+        self.read = frozenset(range(len(plan.inputs))) - plan.written
         rows = {declared.type.leading: i for i, declared in reversed(list(enumerate(plan.inputs)))}
         if "T" not in rows:
             raise InternalError(f"@{plan.name} has no input with rows")
@@ -140,7 +142,7 @@ class Prepared:
         for step, grid in zip(self.steps, sized.grids, strict=True):
             if grid[0]:
                 values = [ARGUMENTS[kind](tensors, number, tokens) for kind, number in step.arguments]
-                step.loaded.launch(grid, stream, values, tensors, len(inputs))
+                step.loaded.launch(grid, stream, values, tensors, self.read)
         return [tensors[i] for i in self.results]
 
     def native(self, types: ModuleType, points: Sequence[int]) -> Any:
@@ -464,7 +466,7 @@ class _CudaKernel(Loaded):
         self._launch = module.kernel.prepare((kernel.threads, 1, 1), kernel.shared_bytes, kinds)
 
     def launch(
-        self, grid: Grid, stream: int, values: Sequence[int], tensors: Sequence[torch.Tensor], inputs: int
+        self, grid: Grid, stream: int, values: Sequence[int], tensors: Sequence[torch.Tensor], read: frozenset[int]
     ) -> None:
         self._launch(grid, stream, *values)
 
@@ -504,7 +506,7 @@ class _EmulatedKernel(Loaded):
         self._emulated = build(source_of(kernel), kernel.symbol, nvrtc.helper_include_dirs())
 
     def launch(
-        self, grid: Grid, stream: int, values: Sequence[int], tensors: Sequence[torch.Tensor], inputs: int
+        self, grid: Grid, stream: int, values: Sequence[int], tensors: Sequence[torch.Tensor], read: frozenset[int]
     ) -> None:
         from moesaic.runtime.emulator import Buffer
 
@@ -513,7 +515,7 @@ class _EmulatedKernel(Loaded):
             if tensor.numel() and tensor.data_ptr() in values:
                 span = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
                 name, size = f"operand {number}", span * tensor.element_size()
-                buffers.append(Buffer(tensor.data_ptr(), size, name, writable=number >= inputs))
+                buffers.append(Buffer(tensor.data_ptr(), size, name, writable=number not in read))
         threads = (self._kernel.threads, 1, 1)
         shared, order = self._kernel.shared_bytes, self._runner.order
         self._emulated.launch(grid, threads, list(values), shared_bytes=shared, buffers=buffers, order=order)

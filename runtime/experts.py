@@ -20,10 +20,10 @@ _INDICES = {torch.int16: "i16", torch.int32: "i32", torch.int64: "i64"}
 
 @made_once
 def _layer(
-    experts: Experts, dtype: str, top_k: int, indices: str, weights: str, target: str | None, backend: str
+    experts: Experts, dtype: str, top_k: int, indices: str, weights: str, target: str | None, backend: str, passes: str
 ) -> compiling.CompiledLayer:
     module = experts.module(DType(dtype), top_k, DType(indices), DType(weights))
-    return compiling.CompiledLayer(module, None if target is None else Target.parse(target), backend)
+    return compiling.CompiledLayer(module, None if target is None else Target.parse(target), backend, passes)
 
 
 class CompiledExperts(PerCall):
@@ -36,20 +36,20 @@ class CompiledExperts(PerCall):
     given, zeros where no token went. K is that of each call. Under autocast, x, matrices and biases are cast to its
     type."""
 
-    def __init__(self, declared: Experts, target: Target | None, backend: str) -> None:
+    def __init__(self, declared: Experts, target: Target | None, backend: str, passes: str = "") -> None:
         matrices = (*declared.up_names, "down_proj")
         biases = (f"{name}_bias" for name in matrices if declared.bias)
-        super().__init__("layer of experts", (*matrices, *biases), target, backend)
+        super().__init__("layer of experts", (*matrices, *biases), target, backend, passes)
         self._declared = declared
         self._result_type = namedtuple("ExpertsResult", declared.outputs)  # type: ignore[misc]
 
     def __reduce__(self) -> tuple[Any, ...]:
         compiling.check_can_pickle("activation", self._declared.activation)
         compiling.check_can_pickle("gating", self._declared.gating)
-        return _restore, (self._declared, self._target, self._asked)
+        return _restore, (self._declared, self._target, self._asked, self._passes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledExperts:
-        return _restore(self._declared, self._target, self._asked)
+        return _restore(self._declared, self._target, self._asked, self._passes)
 
     # ------------------------------------------------------------------------------------------------- running
 
@@ -63,6 +63,7 @@ class CompiledExperts(PerCall):
             InputError: an input has the wrong shape, dtype or device.
         """
         given = self._by_name(("x", "indices", "weights"), parameters, named)
+        main_grads = given.pop("main_grads", None)
         for name, tensor in (("x", x), ("indices", indices), ("weights", weights), *given.items()):
             check_tensor(name, tensor)
         dtype = autocast_dtype(x)
@@ -72,6 +73,8 @@ class CompiledExperts(PerCall):
         layer = self._layer_for(x, indices, weights)
         if not torch.compiler.is_compiling():
             self._used = layer
+        if main_grads is not None:
+            given["main_grads"] = main_grads
         result = layer(x, indices=indices, weights=weights, **given)
         return result[0] if len(self._declared.outputs) == 1 else self._result_type(*result)
 
@@ -94,6 +97,7 @@ class CompiledExperts(PerCall):
             FLOATS[weights.dtype],
             self._target,
             self._asked,
+            self._passes,
         )
 
     def warmup(
@@ -135,11 +139,11 @@ class CompiledExperts(PerCall):
         """
         asked = self._asked_dtype(dtype, self._declared.dtype)
         first, second, third = (DType.parse(t).value for t in (asked, indices_dtype, weights_dtype))
-        return _layer(self._declared, first, top_k, second, third, self._target, self._asked)
+        return _layer(self._declared, first, top_k, second, third, self._target, self._asked, self._passes)
 
     def __repr__(self) -> str:
         return f"CompiledExperts({self._declared}, backend={self.backend!r})"
 
 
-def _restore(declared: Experts, target: str | None, backend: str) -> CompiledExperts:
-    return CompiledExperts(declared, None if target is None else Target.parse(target), backend)
+def _restore(declared: Experts, target: str | None, backend: str, passes: str) -> CompiledExperts:
+    return CompiledExperts(declared, None if target is None else Target.parse(target), backend, passes)

@@ -16,9 +16,11 @@ from moesaic.runtime.per_call import PerCall, autocast_dtype, check_slots, check
 
 
 @made_once
-def _layer(moe: MoE, dtype: str, masked: bool, target: str | None, backend: str) -> compiling.CompiledLayer:
+def _layer(
+    moe: MoE, dtype: str, masked: bool, target: str | None, backend: str, passes: str
+) -> compiling.CompiledLayer:
     module = moe.module(DType(dtype), masked=masked)
-    return compiling.CompiledLayer(module, None if target is None else Target.parse(target), backend)
+    return compiling.CompiledLayer(module, None if target is None else Target.parse(target), backend, passes)
 
 
 class CompiledMoE(PerCall):
@@ -31,8 +33,8 @@ class CompiledMoE(PerCall):
     is. Gradients flow to x, all weights and biases, and the learned inputs of the router. Under autocast, x and the
     matrices are cast to its type."""
 
-    def __init__(self, declared: MoE, target: Target | None, backend: str) -> None:
-        super().__init__("layer", declared.parameters, target, backend)
+    def __init__(self, declared: MoE, target: Target | None, backend: str, passes: str = "") -> None:
+        super().__init__("layer", declared.parameters, target, backend, passes)
         self._declared = declared
         names = (*declared.outputs, "losses") if declared.losses else declared.outputs
         self._result_type = namedtuple("MoEResult", names)  # type: ignore[misc]
@@ -43,10 +45,10 @@ class CompiledMoE(PerCall):
         for part in (declared.experts, *(() if declared.shared is None else (declared.shared,))):
             compiling.check_can_pickle("activation", part.activation)
             compiling.check_can_pickle("gating", part.gating)
-        return _restore, (declared, self._target, self._asked)
+        return _restore, (declared, self._target, self._asked, self._passes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledMoE:
-        return _restore(self._declared, self._target, self._asked)
+        return _restore(self._declared, self._target, self._asked, self._passes)
 
     def __call__(self, x: torch.Tensor, *parameters: torch.Tensor, **named: Any) -> Any:
         """Runs the layer; see the class.
@@ -59,6 +61,7 @@ class CompiledMoE(PerCall):
         given = self._by_name(("x",), parameters, named)
         if given.get("token_mask", x) is None:
             del given["token_mask"]
+        main_grads = given.pop("main_grads", None)
         for name, tensor in (("x", x), *given.items()):
             check_tensor(name, tensor)
         dtype = autocast_dtype(x)
@@ -69,9 +72,11 @@ class CompiledMoE(PerCall):
         found = self._check_x(x, declared.dtype)
         if not torch.compiler.is_compiling() and x.dim() > 0:
             check_slots(declared.experts, x.numel() // max(x.shape[-1], 1), declared.router.top_k)
-        layer = _layer(declared, found, "token_mask" in given, self._target, self._asked)
+        layer = _layer(declared, found, "token_mask" in given, self._target, self._asked, self._passes)
         if not torch.compiler.is_compiling():
             self._used = layer
+        if main_grads is not None:
+            given["main_grads"] = main_grads
         result = layer(x, **given)
         if declared.outputs == ("hidden",) and not declared.losses:
             return result[0]
@@ -108,11 +113,11 @@ class CompiledMoE(PerCall):
             InputError: no dtype was declared, and none is given.
         """
         asked = self._asked_dtype(dtype, self._declared.dtype)
-        return _layer(self._declared, asked.value, token_mask, self._target, self._asked)
+        return _layer(self._declared, asked.value, token_mask, self._target, self._asked, self._passes)
 
     def __repr__(self) -> str:
         return f"CompiledMoE({self._declared}, backend={self.backend!r})"
 
 
-def _restore(declared: MoE, target: str | None, backend: str) -> CompiledMoE:
-    return CompiledMoE(declared, None if target is None else Target.parse(target), backend)
+def _restore(declared: MoE, target: str | None, backend: str, passes: str) -> CompiledMoE:
+    return CompiledMoE(declared, None if target is None else Target.parse(target), backend, passes)

@@ -33,11 +33,12 @@ class PerCall:
         parameters: the inputs after the first ones that a call takes by place, too.
     """
 
-    def __init__(self, what: str, parameters: Sequence[str], target: Target | None, backend: str) -> None:
+    def __init__(self, what: str, parameters: Sequence[str], target: Target | None, backend: str, passes: str) -> None:
         self._what = what
         self._parameters = tuple(parameters)
         self._target = None if target is None else target.name
         self._asked = backend
+        self._passes = passes
         self._used: compiling.CompiledLayer | None = None
 
     # ------------------------------------------------------------------------------------------------- inputs

@@ -52,6 +52,7 @@ class LaunchPlan:
         results: numbers of the function's results.
         result_names: their names.
         slots: a and b of M = a T + b, where the plan makes slots of its own.
+        written: numbers of the inputs that are written.
     """
 
     name: str
@@ -61,6 +62,7 @@ class LaunchPlan:
     results: tuple[int, ...]
     result_names: tuple[str, ...]
     slots: tuple[int, int] | None = None
+    written: frozenset[int] = frozenset()
 
 
 def made_slots(function: Function) -> tuple[int, int] | None:
@@ -98,4 +100,11 @@ def build_plan(function: Function, kernels: Sequence[GeneratedKernel]) -> Launch
         tuple(numbers[v] for v in function.returned),
         tuple(function.result_names),
         made_slots(function),
+        frozenset(
+            numbers[v]
+            for op in function.body.ops
+            if isinstance(op, Kernel)
+            for v in op.written
+            if numbers[v] < len(inputs)
+        ),
     )

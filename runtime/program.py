@@ -20,10 +20,12 @@ from moesaic.codegen.kernel import GeneratedKernel
 from moesaic.ir import environment
 from moesaic.ir.core import Function, Module
 from moesaic.ir.errors import InputError, InternalError
-from moesaic.passes.differentiate import SUFFIX, derive
+from moesaic.passes.choose_saved import ChooseSaved
+from moesaic.passes.differentiate import SUFFIX, Differentiate, derive
 from moesaic.passes.instruments import CrashReproducer, History, SaveTree, VerifyEach, print_by_environment
 from moesaic.passes.lower_aux_loss import lower_losses
 from moesaic.passes.manager import DEFAULT, FORWARD, Instrument, Pass, PassContext, PassManager, parse_pipeline
+from moesaic.passes.save_products import SaveProducts
 from moesaic.passes.specialize import Specialize
 from moesaic.runtime.plan import LaunchPlan, build_plan
 
@@ -50,22 +52,14 @@ class Executable:
 class Program:
     """See the module's docstring; get one from :func:`program_of`."""
 
-    def __init__(self, key: str, module: Module) -> None:
+    def __init__(self, key: str, module: Module, passes: str) -> None:
         self.key = key
         self.module = module
         self._lock = threading.RLock()
         self._lowered: dict[str, Lowered] = {}
         self._differentiable: dict[tuple[str, ...], frozenset[str]] = {}
         self._executables: dict[tuple[str, str, str, tuple[int, ...], str], Executable] = {}
-        self._overrides: dict[str, Pass] = {}
-
-    def override(self, passes: str) -> None:
-        """Lets passes run with options, written as in a pipeline: ``specialize{lanes=8},sink-gathers{sparse=0}``.
-
-        For measuring one choice against another. Give the declared function a name of its own: equal functions share a
-        program, and what is compiled already stays as it is.
-        """
-        self._overrides = {p.name: p for p in parse_pipeline(passes)}
+        self._overrides: dict[str, Pass] = {p.name: p for p in parse_pipeline(passes)}
 
     @property
     def function(self) -> Function:
@@ -99,10 +93,21 @@ class Program:
                 module = self.module.clone()
                 history = History()
                 instruments = [history, *self._instruments(key)]
-                passes = [self._overrides.get(p.name, p) for p in parse_pipeline(pipeline)]
+                passes = [self._chosen(p) for p in parse_pipeline(pipeline)]
                 context = PassManager(passes, instruments).run(module)
                 self._lowered[key] = Lowered(module, context, history.stages)
             return self._lowered[key]
+
+    def _chosen(self, of_pipeline: Pass) -> Pass:
+        """A pass with the options it was given, and what only the pipeline knows."""
+        chosen = self._overrides.get(of_pipeline.name, of_pipeline)
+        if isinstance(of_pipeline, Differentiate):
+            assert isinstance(chosen, Differentiate)
+            chosen = replace(chosen, cotangents=of_pipeline.cotangents)
+        if isinstance(of_pipeline, SaveProducts | ChooseSaved):
+            assert isinstance(chosen, SaveProducts | ChooseSaved)
+            chosen = replace(chosen, kept=of_pipeline.kept)
+        return chosen
 
     def _instruments(self, key: str) -> list[Instrument]:
         """What the environment asks to see of a lowering."""
@@ -207,12 +212,15 @@ _programs: dict[str, Program] = {}
 _programs_lock = threading.Lock()
 
 
-def program_of(module: Module) -> Program:
-    """The program of a declared module; the same object for equal modules."""
-    key = hashlib.sha256(_compiler_digest() + str(module).encode()).hexdigest()[:24]
+def program_of(module: Module, passes: str = "") -> Program:
+    """The program of a declared module; the same object for equal modules.
+
+    `passes` run with options, in place of the compiler's choices: ``specialize{lanes=8},sink-gathers{sparse=0}``.
+    """
+    key = hashlib.sha256(_compiler_digest() + f"{passes}\0{module}".encode()).hexdigest()[:24]
     with _programs_lock:
         if key not in _programs:
-            _programs[key] = Program(key, module.clone())
+            _programs[key] = Program(key, module.clone(), passes)
         return _programs[key]
 
 

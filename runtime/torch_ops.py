@@ -114,7 +114,8 @@ class _Reversal:
 
     Attributes:
         cotangents: their names, in the order of the results.
-        operands: where each operand comes from: a saved value or a cotangent, by number.
+        operands: where each operand comes from: a saved value or a cotangent, by number, or a main gradient, by that
+            of the input.
         gradients: for each input the number of the result that is its gradient, or -1.
         zeros: inputs whose gradient is zero rather than missing.
     """
@@ -138,16 +139,19 @@ def _reversal(program_key: str, given: tuple[int, ...]) -> _Reversal:
     for argument in backward.arguments if backward is not None else ():
         if argument.name in recording.names:
             operands.append(("saved", recording.names.index(argument.name)))
+        elif argument.name in made:  # written into
+            operands.append(("main", inputs.index(argument.name.removeprefix("main_"))))
         else:
             operands.append(("cotangent", recording.results.index(argument.name.removeprefix("d_"))))
     gradients = tuple(made.get(f"d_{n}", -1) for n in inputs)
-    zeros = tuple(g < 0 and n in reached for n, g in zip(inputs, gradients, strict=True))
+    zeros = tuple(g < 0 and n in reached and f"main_{n}" not in made for n, g in zip(inputs, gradients, strict=True))
     return _Reversal(names, tuple(operands), gradients, zeros)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Sequence[torch.Tensor]) -> None:
     program_key, backend, training, tensors = inputs
     ctx.program, ctx.backend, ctx.training = program_key, backend, training
+    ctx.mains = {}
     ctx.shapes = [(t.shape, t.dtype) for t in tensors]
     ctx.set_materialize_grads(False)
     if training:
@@ -170,7 +174,15 @@ def _gradients(ctx: Any, grads: Sequence[torch.Tensor | None], *, dispatched: bo
     results: Sequence[torch.Tensor] = ()
     if reversal.operands:
         saved = ctx.saved_tensors
-        operands = [saved[i] if kind == "saved" else _rows(grads[i]) for kind, i in reversal.operands]
+        operands = [
+            saved[i] if kind == "saved" else _rows(grads[i]) if kind == "cotangent" else ctx.mains[i]
+            for kind, i in reversal.operands
+        ]
+        if dispatched and ctx.mains:
+            raise UnsupportedError(
+                "main_grads are written in place, by a plain backward; leave them out for create_graph or batched "
+                "cotangents"
+            )
         if dispatched:
             results = torch.ops.moesaic.backward(ctx.program, ctx.backend, list(reversal.cotangents), operands)
         else:
@@ -190,9 +202,12 @@ class _Recorded(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, program: str, backend: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, program: str, backend: str, mains: dict[int, torch.Tensor], *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         outputs = _forward(program, backend, True, tensors)
         _setup_context(ctx, (program, backend, True, tensors), outputs)
+        ctx.mains = mains
         return tuple(outputs)
 
     @staticmethod
@@ -200,12 +215,17 @@ class _Recorded(torch.autograd.Function):
         # The operator refuses what it cannot do: to be differentiated again, and batched cotangents (which have no
         # memory of their own).
         batched = any(g is not None and not torch._C._has_storage(g) for g in cotangents)
-        return None, None, *_gradients(ctx, cotangents, dispatched=batched or torch.is_grad_enabled())
+        return None, None, None, *_gradients(ctx, cotangents, dispatched=batched or torch.is_grad_enabled())
 
 
-def record(program: str, backend: str, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Runs the training forward of a program eagerly, on the tape of autograd."""
-    outputs: Sequence[torch.Tensor] = _Recorded.apply(program, backend, *tensors)
+def record(
+    program: str, backend: str, tensors: Sequence[torch.Tensor], mains: dict[int, torch.Tensor] | None = None
+) -> Sequence[torch.Tensor]:
+    """Runs the training forward of a program eagerly, on the tape of autograd.
+
+    Backward of a program made for it adds the gradient of an input to its tensor in `mains`, by the input's number.
+    """
+    outputs: Sequence[torch.Tensor] = _Recorded.apply(program, backend, mains or {}, *tensors)
     return outputs
 
 

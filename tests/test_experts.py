@@ -14,11 +14,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from expert_calls import KINDS, TOP_K, check, cotangent_for, exact, ids, run, tensors_for
+from expert_calls import KINDS, TOP_K, Tensors, check, cotangent_for, exact, ids, run, tensors_for
 from routing import COMPILED, device_of
 
 import moesaic as mo
-from moesaic.ir.errors import InputError, InputTypeError
+from moesaic.ir.errors import InputError, InputTypeError, UnsupportedError
 
 
 @pytest.mark.parametrize("backend", COMPILED)
@@ -164,6 +164,99 @@ def test_only_what_is_promised_is_saved() -> None:
     floats = [t for t in own if t.is_floating_point()]
     assert [tuple(t.shape) for t in floats] == [(39, 32)] and floats[0].dtype == torch.bfloat16
     assert layer.memory(13).saved == sum(t.numel() * t.element_size() for t in own)
+
+
+@pytest.mark.parametrize("backend", COMPILED)
+def test_recomputing_keeps_the_dispatch_alone(backend: str) -> None:
+    experts = KINDS["swiglu"]
+    given, cotangent = tensors_for(experts, 13, TOP_K, torch.float32), cotangent_for(13, 24, torch.float32)
+    layer = mo.compile(experts, backend=backend, recompute="h")
+    inputs = {n: t.to(device_of(backend)).requires_grad_(t.is_floating_point()) for n, t in given.items()}
+    saved: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        layer(**inputs)
+    callers = {t.data_ptr() for t in inputs.values()}
+    assert not any(t.is_floating_point() for t in saved if t.data_ptr() not in callers)
+    check(run(layer, given, cotangent, device_of(backend)), exact(experts, given, cotangent), torch.float32)
+    with pytest.raises(InputError, match=r"recompute.*'h'.*found 'x'|'x'.*recompute"):
+        mo.compile(experts, recompute="x")
+
+
+@pytest.mark.parametrize("backend", COMPILED)
+def test_tf32_only_where_it_is_allowed(backend: str) -> None:
+    """Operands have 10 bits of mantissa then: errors of 2^-11 each, and not the 2^-24 of float32."""
+    experts = KINDS["wide"]
+    given, cotangent = tensors_for(experts, 13, TOP_K, torch.float32), cotangent_for(13, 40, torch.float32)
+    wanted = exact(experts, given, cotangent)
+    allowed = run(mo.compile(experts, backend=backend, allow_tf32=True), given, cotangent, device_of(backend))
+    for name, right in wanted.items():
+        error = (allowed[name].double() - right).abs().max() / right.abs().max()
+        assert 1e-5 < error < 2.0**-8, f"{name}: {error:.3g}"
+
+
+@pytest.mark.parametrize("backend", ["reference", *COMPILED])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_gradients_add_up_in_main_grads(dtype: torch.dtype, backend: str) -> None:
+    """Two micro-batches, in bf16 as well: what is added is not rounded before, and autograd is given nothing."""
+    experts = KINDS["bias"]
+    device = device_of(backend)
+    layer = mo.compile(experts, backend=backend)
+    matrices = ("gate_up_proj", "down_proj", "gate_up_proj_bias")
+    given = tensors_for(experts, 13, TOP_K, dtype)
+    generator = torch.Generator().manual_seed(4)
+    start = {n: torch.randn(given[n].shape, generator=generator) for n in matrices}
+    mains = {n: t.clone().to(device) for n, t in start.items()}
+    sums: Tensors = {}
+    for seed in (1, 2):
+        batch = tensors_for(experts, 13, TOP_K, dtype, seed=seed)
+        batch = {n: t if n in ("x", "indices", "weights") else given[n] for n, t in batch.items()}
+        cotangent = cotangent_for(13, 24, dtype)
+        inputs = {n: t.detach().to(device).requires_grad_(t.is_floating_point()) for n, t in batch.items()}
+        layer(**inputs, main_grads=mains).backward(cotangent.to(device))
+        wanted = exact(experts, batch, cotangent)
+        for name, tensor in inputs.items():
+            assert (tensor.grad is None) == (name in mains or not tensor.is_floating_point()), name
+        assert inputs["x"].grad is not None and inputs["down_proj_bias"].grad is not None
+        check(
+            {"d_x": inputs["x"].grad.cpu(), "d_down_proj_bias": inputs["down_proj_bias"].grad.cpu()},
+            {n: wanted[n] for n in ("d_x", "d_down_proj_bias")},
+            dtype,
+        )
+        sums = {n: sums.get(n, 0.0) + wanted[f"d_{n}"] for n in matrices}
+    check({n: mains[n].cpu() - start[n] for n in matrices}, sums, dtype)
+
+
+def test_main_grads_that_do_not_fit_are_refused() -> None:
+    experts = KINDS["swiglu"]
+    given = tensors_for(experts, 4, TOP_K, torch.float32)
+    layer = mo.compile(experts, backend="reference")
+    main = torch.zeros(5, 24, 16)
+    for wrong, message in (
+        ({"down_prj": main}, r"'down_prj' is no matrix of this layer; did you mean 'down_proj'"),
+        ({"x": main}, r"'x' is no matrix"),
+        ({"down_proj": main.bfloat16()}, r"must be float32 \[5, 24, 16\] on cpu, found bfloat16"),
+        ({"down_proj": main[:, :, 1:]}, r"found float32 \[5, 24, 15\]"),
+        ({"down_proj": main.transpose(1, 2).contiguous().transpose(1, 2)}, r"must be contiguous"),
+    ):
+        with pytest.raises(InputError, match=message):
+            layer(**given, main_grads=wrong)
+    with pytest.raises(InputTypeError, match="main_grads must map names of matrices to tensors, found list"):
+        layer(**given, main_grads=[main])
+
+
+@pytest.mark.emulate
+def test_main_grads_go_with_a_plain_backward() -> None:
+    experts = KINDS["swiglu"]
+    given = tensors_for(experts, 4, TOP_K, torch.float32)
+    inputs = {n: t.requires_grad_(t.is_floating_point()) for n, t in given.items()}
+    result = mo.compile(experts, backend="emulate")(**inputs, main_grads={"down_proj": torch.zeros(5, 24, 16)})
+    with pytest.raises(UnsupportedError, match="main_grads are written in place"):
+        torch.autograd.grad(result.sum(), inputs["x"], create_graph=True)
 
 
 @pytest.mark.emulate

@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 
 import moesaic as mo
+from moesaic.ir.types import DType
 from moesaic.passes.instruments import History
 from moesaic.passes.manager import DEFAULT, PassManager
 from moesaic.runtime.program import program_of
@@ -28,6 +29,7 @@ from moesaic.runtime.program import program_of
 GOLDEN = Path(__file__).resolve().parent / "golden"
 
 TARGET = "sm_90a"
+
 STAGES = ("fuse-score-topk", "specialize")
 
 
@@ -70,15 +72,59 @@ ROUTERS: Mapping[str, tuple[str, mo.Router]] = {  # dtype of the logits, and the
     "odd_user_score": ("bf16", mo.Router(61, 6, score=_log_score, rank="score", renormalize=mo.norm.sum(min=1e-12))),
 }
 
+EXPERTS: Mapping[str, tuple[str, int, mo.Experts]] = {  # dtype of x, K, and the experts
+    # biases, gates and ups in turn, matrices across the sum, rows of any alignment
+    "gpt_oss": (
+        "bf16",
+        4,
+        mo.Experts(
+            32,
+            2880,
+            2880,
+            bias=True,
+            transposed=True,
+            interleaved=True,
+            gating=mo.ClampedSwiGLU(limit=7.0, alpha=1.702, offset=1.0),
+        ),
+    ),
+    # tiles without tensor cores, weights on the input, rows that no product has at hand, a bound on picks
+    "odd_experts": (
+        "fp32",
+        3,
+        mo.Experts(7, 33, 17, gated=False, activation="relu2", weight_on="input", bias=True, capacity=1.5, align=16),
+    ),
+}
+
+LAYERS: Mapping[str, tuple[str, mo.MoE]] = {  # dtype of x, and the layer
+    # a router between products, and a shared expert with a gate
+    "qwen2_moe": (
+        "bf16",
+        mo.MoE(mo.Router(60, 4), mo.Experts(60, 2048, 1408), shared=mo.SharedExpert(5632, separate=True, gate=True)),
+    ),
+}
+
 FEW = ("qwen3_dense",)
 """Routers whose kernels for few tokens differ from those for many in more than numbers."""
+
+NAMES = (*ROUTERS, *EXPERTS, *LAYERS)
+
+
+def module_of(name: str) -> mo.ir.core.Module:
+    """The declared function."""
+    if name in ROUTERS:
+        dtype, router = ROUTERS[name]
+        return router.module(dtype)
+    if name in EXPERTS:
+        dtype, top_k, experts = EXPERTS[name]
+        return experts.module(DType.parse(dtype), top_k)
+    dtype, layer = LAYERS[name]
+    return layer.module(DType.parse(dtype))
 
 
 @functools.cache
 def cuda(name: str) -> Mapping[str, str]:
-    """Generated files of a router by their names: training forward and backward."""
-    dtype, router = ROUTERS[name]
-    program = program_of(router.module(dtype))
+    """Generated files of a layer by their names: training forward and backward."""
+    program = program_of(module_of(name))
     files: dict[str, str] = {}
     for suffix, tokens in (("", "many"), (".few", "few"))[: 2 if name in FEW else 1]:
         for kind in ("training", "backward"):
@@ -92,20 +138,20 @@ def cuda(name: str) -> Mapping[str, str]:
 
 @functools.cache
 def stages(name: str) -> Mapping[str, str]:
-    """The IR of a router after each of `STAGES`, by file name."""
-    dtype, router = ROUTERS[name]
+    """The IR of a layer after each of `STAGES`, by file name."""
     history = History()
-    PassManager(DEFAULT, [history]).run(router.module(dtype))
-    return {f"{name}.{stage}.moe": history.stages[stage] for stage in STAGES}
+    PassManager(DEFAULT, [history]).run(module_of(name))
+    stages = ("fuse-experts", "specialize") if name in EXPERTS else STAGES  # where nothing is left for the last fusion
+    return {f"{name}.{stage}.moe": history.stages[stage] for stage in stages}
 
 
-@pytest.mark.parametrize("name", ROUTERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_cuda(name: str, golden: Callable[[str, str], None]) -> None:
     for file, text in cuda(name).items():
         golden(file, text)
 
 
-@pytest.mark.parametrize("name", ROUTERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_ir(name: str, golden: Callable[[str, str], None]) -> None:
     for file, text in stages(name).items():
         golden(file, text)
@@ -114,16 +160,26 @@ def test_ir(name: str, golden: Callable[[str, str], None]) -> None:
 
 def test_golden_files_show_every_emitter() -> None:
     """Else a change of one would go unseen."""
-    text = "".join(source for name in ROUTERS for source in cuda(name).values())
+    text = "".join(source for name in NAMES for source in cuda(name).values())
     for shown in (
         *("select=merge", "select=rounds", "select=sort", "groups=lanes", "groups=shared", "prefetch=on", "vec=1 "),
         *("grid=cover", "grid=persistent", "_finish(", "row.gather", "row.scatter", "col.count", "col.sum"),
+        *("SimtTile", "MmaTile", "count_picks", "scan_table", "store_slots", "slot.combine", "slot.to_picks"),
+        *(
+            "tokens_ptr + first_slot + r",
+            "_bias_ptr + expert * ",
+            "slot.of_pick",
+            "slot.expert_sums",
+            "load_halves",
+            "sum_rows",
+        ),
+        "a warp a row",
     ):
         assert shown in text, shown
 
 
 def test_no_golden_file_is_left_over(request: pytest.FixtureRequest) -> None:
-    made = {file for name in ROUTERS for file in (*cuda(name), *stages(name))}
+    made = {file for name in NAMES for file in (*cuda(name), *stages(name))}
     for path in sorted(GOLDEN.rglob("*")):
         if path.is_file() and path.relative_to(GOLDEN).as_posix() not in made:
             if not request.config.getoption("--update-golden"):

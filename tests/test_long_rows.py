@@ -3,7 +3,6 @@ another, barriers that cannot be left out, and rows so many that their elements 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import re
 import shutil
@@ -206,10 +205,7 @@ SHARED_BY_TEAMS = mo.Router(
 def by_team(backend: str, lanes: int, select: str) -> Run:
     logits = torch.randn(5, 1000, generator=torch.Generator().manual_seed(5))
     logits[1], logits[2, ::3], logits[3, ::2] = 1.0, -INF, NAN
-    # Under another name it is another program, so that nothing specialised before is found again.
-    module = dataclasses.replace(SHARED_BY_TEAMS, name=f"team_{lanes}_{select}").module("fp32")
-    program_of(module).override(f"specialize{{lanes={lanes} select={select}}}")
-    layer = mo.compile(module, backend=backend)
+    layer = mo.compile(SHARED_BY_TEAMS, backend=backend, passes=f"specialize{{lanes={lanes} select={select}}}")
     assert f"lanes={lanes}" in layer.source
     return run(layer, logits.to(device_of(backend)))
 

@@ -202,6 +202,27 @@ def test_ranks_add_up(backend: str) -> None:
     torch.testing.assert_close(part + rest, both.hidden, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("backend", COMPILED)
+def test_main_grads(backend: str) -> None:
+    """Of the product that makes logits and of the shared expert, too."""
+    layer = LAYERS["gated"]
+    given, cotangent = drawn(layer, 13, torch.float32), cotangent_for(13, H)
+    device = device_of(backend)
+    names = ("gate_weight", "down_proj", "shared_gate_up_proj", "shared_gate")
+    mains = {n: torch.ones(given[n].shape, device=device) for n in names}
+    inputs = {n: t.detach().to(device).requires_grad_() for n, t in given.items()}
+    result = mo.compile(layer, backend=backend)(**inputs, main_grads=mains)
+    result.hidden.backward(cotangent.to(device, torch.float32))
+    wanted = exact(layer, given, cotangent)
+    found = {
+        f"d {n}": mains[n].cpu() - 1 if n in names else t.grad.cpu()
+        for n, t in inputs.items()
+        if n in names or t.grad is not None
+    }
+    check(found, {n: t for n, t in wanted.items() if n.startswith("d ")}, EXACT)
+    assert all(inputs[n].grad is None for n in names)
+
+
 # Open models ----------------------------------------------------------------------------------------------------------
 
 

@@ -134,6 +134,7 @@ EXAMPLES = {
         f"{GATHER}\n  %y = slot.grouped_linear %m, %w, %c, %o {{transposed = false}} : tensor<Mx4xf32>"
     ),
     "slot.grouped_wgrad": f"{GATHER}\n  %y = slot.grouped_wgrad %m, %m, %c, %o : tensor<5x6x6xf32>",
+    "slot.accumulate": "%g = slot.wgrad %x, %x : tensor<6x6xf32>\n  %y = slot.accumulate %g, %g : tensor<6x6xf32>",
     "slot.expert_rows": f"{DISPATCH}\n  %y = slot.expert_rows %u, %t, %c, %o : tensor<Mx4xf32>",
     "slot.expert_sums": f"{GATHER}\n  %y = slot.expert_sums %m, %c, %o : tensor<5x6xf32>",
     "slot.split": "%y, %z = slot.split %x {interleaved = true} : tensor<Tx3xbf16>, tensor<Tx3xbf16>",

@@ -418,6 +418,23 @@ class GroupedWgrad(SlotOp):
         return xp.grouped_outer(xp.upcast(a), xp.upcast(b), counts, offsets)
 
 
+class Accumulate(SlotOp):
+    """y = main + x, written where main lies: a gradient that is added to a sum of the caller's."""
+
+    name = "slot.accumulate"
+    main = operand("f32")
+    x = operand("of the shape of main")
+    y = result("f32")
+
+    def infer(self) -> Sequence[TensorType]:
+        if self.main.type != TensorType(self.x.type.shape, DType.F32):
+            self.fail(f"main must be {TensorType(self.x.type.shape, DType.F32)}, found {self.main.type}")
+        return [self.main.type]
+
+    def reference(self, xp: ArrayNamespace, *operands: Array) -> Array:
+        return operands[0] + xp.upcast(operands[1])
+
+
 class ExpertRows(SlotOp):
     """y_m = v_e with e the expert of slot m; 0 where dead."""
 
