@@ -86,7 +86,8 @@ class Case:
             for across, align in ((self.left_across, self.left_align), (self.right_across, self.right_align)):
                 floats += 0 if across else max(32, 4 * (self.k * self.size // align))
             return 4 * self.stages * floats
-        return self.size * self.stages * self.k * (self.m + self.parts * self.n)
+        stages = self.size * self.stages * self.k * (self.m + self.parts * self.n)
+        return stages + 1008 if self.tile == "WgmmaTile" else stages  # which begin at a multiple of 1024
 
     @property
     def size(self) -> int:
@@ -439,9 +440,57 @@ def test_default_mma_tiles(run: Run, case: Case) -> None:
     np.testing.assert_array_equal(found.y, found.left @ found.right)
 
 
+# WgmmaTile ------------------------------------------------------------------------------------------------------------
+
+WGMMA_SHAPES = ((64, 64, 64, 3, 128), (128, 128, 64, 3, 256), (128, 128, 64, 4, 128))
+WGMMA = [case for dtype in ("bf16", "half") for case in drawn_cases("WgmmaTile", dtype, WGMMA_SHAPES)]
+WGMMA = [case for case in WGMMA if case.n % 64 == 0]
+
+# Shapes for large products, and how many blocks of them share a multiprocessor.
+DEFAULT_WGMMA = {
+    Case("WgmmaTile", "bf16", 128, 128, 64, 3, 1, False, False, 16, 16, 128): 2,
+    Case("WgmmaTile", "bf16", 128, 64, 64, 3, 2, False, True, 16, 16, 128): 2,
+    Case("WgmmaTile", "bf16", 128, 128, 64, 3, 1, True, True, 16, 16, 128): 2,
+    Case("WgmmaTile", "half", 128, 256, 64, 4, 1, False, False, 16, 16, 256): 1,
+    Case("WgmmaTile", "bf16", 128, 128, 64, 4, 2, False, False, 16, 16, 256): 1,
+}
+
+
+def run_on_hopper(*args: Any, **options: Any) -> np.ndarray:
+    import torch
+
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("wgmma is Hopper's")
+    return run_on_gpu(*args, **options)
+
+
+hopper_too = pytest.mark.parametrize(
+    "run",
+    [
+        pytest.param(run_in_some_orders, marks=pytest.mark.emulate, id="emulator"),
+        pytest.param(run_on_hopper, marks=pytest.mark.gpu, id="gpu"),
+    ],
+)
+
+
+@hopper_too
+@pytest.mark.parametrize("case", WGMMA, ids=str)
+def test_wgmma_tiles(run: Run, case: Case) -> None:
+    check(run, case, WGMMA)
+
+
+@hopper_too
+@pytest.mark.parametrize("case", DEFAULT_WGMMA, ids=str)
+def test_default_wgmma_tiles(run: Run, case: Case) -> None:
+    size = whole(case, case.m + 2, 70, case.k + 21)
+    found = product(run, kernel_of([case]), 0, case, size, split=case.k // 2, integers=True)
+    np.testing.assert_array_equal(found.y, found.left @ found.right)
+
+
 # Mistakes -------------------------------------------------------------------------------------------------------------
 
 SMALL_MMA = Case("MmaTile", "bf16", 64, 128, 32, 3, 1, False, True, 16, 16, 128)
+SMALL_WGMMA = Case("WgmmaTile", "bf16", 128, 64, 64, 3, 1, False, True, 16, 16, 256)
 DONE = "    __syncthreads();  // whoever used shared memory before is done with it\n"
 
 # What is deleted from which header.
@@ -455,6 +504,14 @@ BARRIERS = {
     "mma_first": ("tile_mma.cuh", "    __syncthreads();  // the first steps are there\n"),
     "mma_step": ("tile_mma.cuh", "          __syncthreads();\n"),
     "mma_wait": ("tile_mma.cuh", "          copy_wait<Shape::kStages - 2>();\n"),
+    "wgmma_start": ("tile_wgmma.cuh", DONE),
+    "wgmma_step": (
+        "tile_wgmma.cuh",
+        "      __syncthreads();  // these steps are there, and all products but those of the last steps are done\n",
+    ),
+    "wgmma_copies": ("tile_wgmma.cuh", "      copy_wait<Shape::kStages - 3>();\n"),
+    "wgmma_wait": ("tile_wgmma.cuh", "      wgmma_wait<1>(pending);\n"),
+    "wgmma_last": ("tile_wgmma.cuh", "    wgmma_wait<0>(pending);\n"),
     "sums_start": ("tile_common.cuh", DONE),
     "sums_partial": ("tile_common.cuh", "    __syncthreads();  // the sums of all warps are there\n"),
 }
@@ -469,8 +526,8 @@ def test_a_missing_barrier_or_wait_shows(barrier: str, tmp_path: Path) -> None:
     text = (tmp_path / "moesaic" / header).read_text()
     assert text.count(line) == 1
     (tmp_path / "moesaic" / header).write_text(text.replace(line, ""))
-    case = SMALL_MMA if barrier.startswith("mma") else DEFAULT_SIMT
-    size = (70, 130, 4 * case.k)
+    case = {"mma": SMALL_MMA, "wgmma": SMALL_WGMMA}.get(barrier.partition("_")[0], DEFAULT_SIMT)
+    size = (70, 130, 5 * case.k)  # a stage is filled again, while products of others may be under way
 
     def wrong(order: int, **options: object) -> bool:
         try:
@@ -504,6 +561,15 @@ def test_default_simt_tiles_stay_in_registers(dtype: str, layout: int) -> None:
     )
     compiled = compiled_for(case, "sm_80" if left and right else "sm_90a", 2)
     assert not compiled.resources.uses_local_memory, compiled.log
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("case", DEFAULT_WGMMA, ids=str)
+def test_default_wgmma_tiles_stay_in_registers(case: Case) -> None:
+    """And their products stay asynchronous: the compiler says where it has to wait for each."""
+    compiled = compiled_for(case, "sm_90a", DEFAULT_WGMMA[case])
+    assert not compiled.resources.uses_local_memory, compiled.log
+    assert "wgmma" not in compiled.log, compiled.log
 
 
 @pytest.mark.nvrtc

@@ -20,3 +20,4 @@
 
 #include "moesaic/tile_mma.cuh"
 #include "moesaic/tile_simt.cuh"
+#include "moesaic/tile_wgmma.cuh"

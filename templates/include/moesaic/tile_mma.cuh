@@ -6,9 +6,8 @@
 // for 16. So tiles of 128 x 128 are best left to four warps, and those of 128 x 256 to eight.
 #pragma once
 
-#include "moesaic/copy.cuh"
 #include "moesaic/mma.cuh"
-#include "moesaic/tile_common.cuh"
+#include "moesaic/tile_copied.cuh"
 
 namespace moesaic {
 
@@ -24,7 +23,6 @@ class MmaOperand {
   static constexpr int kChunk = 16 / kSize;
   static constexpr int kStep = Mma<typename MmaElement<T>::type>::kDepth;
   using Chunks = OperandChunks<T, kAcross, kRows, kParts, kK, kChunk, kThreads>;
-  static_assert(kAlign >= kSize && kAlign <= 16, "from an element to 16 bytes");
 
   static constexpr int kLineBytes = Chunks::kLineChunks * 16;
   static_assert((kLineBytes & (kLineBytes - 1)) == 0, "offsets within a line are made by exclusive or");
@@ -38,27 +36,11 @@ class MmaOperand {
 
   template <class Row>
   __device__ __forceinline__ void find(const Row& row, int first, int depth, int extent) {
-    chunks_.find(row, first, depth, extent);
+    copied_.find(row, first, depth, extent);
   }
-
-  // Starts copies of the steps from `first` on; zeros where nothing is valid.
   template <class Row>
   __device__ __forceinline__ void fetch(unsigned char* stage, const Row& row, int first, int depth, int extent) {
-    constexpr int kPiece = kAlign / kSize;
-#pragma unroll
-    for (int i = 0; i < Chunks::kOwn; ++i) {
-      if (!Chunks::exists(i)) continue;
-      unsigned char* const to = stage + place(Chunks::line(i), Chunks::chunk(i));
-      const T* const from = chunks_.address(i, first);
-      const int valid = chunks_.valid(i, first, depth, extent);
-      if constexpr (kAlign >= 4) {
-#pragma unroll
-        for (int v = 0; v < kChunk; v += kPiece) copy_async<kAlign>(to + v * kSize, from + v, v < valid);
-      } else {
-        copy_elements(to, from, valid);
-      }
-    }
-    if constexpr (kAcross) chunks_.find(row, first + kK, depth, extent);
+    copied_.fetch(stage, row, first, depth, extent, [](int line, int chunk) { return place(line, chunk); });
   }
 
   // Where a lane reads the fragments of a warp whose rows begin at `first_row`; what `load` adds to it are constants.
@@ -108,17 +90,7 @@ class MmaOperand {
     return line * kLineBytes + 16 * (chunk ^ swap);
   }
 
-  // What is aligned to less than a copy's four bytes goes through registers.
-  static __device__ __forceinline__ void copy_elements(unsigned char* to, const T* from, int valid) {
-    T elements[kChunk];
-#pragma unroll
-    for (int v = 0; v < kChunk; ++v) elements[v] = v < valid ? load_one(from + v) : from_float<T>(0.0f);
-    uint4 word;
-    memcpy(&word, elements, sizeof(word));
-    *reinterpret_cast<uint4*>(to) = word;
-  }
-
-  Chunks chunks_;
+  CopiedOperand<T, kAcross, kK, kAlign, Chunks> copied_;
 };
 
 template <typename T, class Shape>

@@ -15,6 +15,12 @@ inline void moesaic_emulate_shared_access(const void* address, unsigned bytes, u
     ::moesaic_emulate::check_shared(address, bytes, align, site);
 }
 
+// For portable bodies that find a use which the instruction does not allow.
+[[noreturn]] inline void moesaic_emulate_fail(const char* message,
+                                              moesaic_emulate_site site = moesaic_emulate_site::here()) {
+    ::moesaic_emulate::fail(message, site);
+}
+
 // PTX `cp.async`, `cp.async.commit_group` and `cp.async.wait_group` for helpers that wrap them.
 inline void moesaic_emulate_copy_async(void* shared, const void* global, unsigned bytes, bool valid,
                                        moesaic_emulate_site site = moesaic_emulate_site::here()) {

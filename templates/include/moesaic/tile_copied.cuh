@@ -1,0 +1,57 @@
+// An operand of a product on its way to shared memory by asynchronous copies, 16 bytes of a line at a time.
+#pragma once
+
+#include "moesaic/copy.cuh"
+#include "moesaic/tile_common.cuh"
+
+namespace moesaic {
+
+// `Chunks` says what a thread brings; where in a stage of shared memory a chunk of a line goes, the caller does.
+template <typename T, bool kAcross, int kK, int kAlign, class Chunks>
+class CopiedOperand {
+  static constexpr int kSize = static_cast<int>(sizeof(T));
+  static constexpr int kChunk = 16 / kSize;
+  static_assert(kAlign >= kSize && kAlign <= 16, "from an element to 16 bytes");
+
+ public:
+  template <class Row>
+  __device__ __forceinline__ void find(const Row& row, int first, int depth, int extent) {
+    chunks_.find(row, first, depth, extent);
+  }
+
+  // Starts copies of the steps from `first` on; zeros where nothing is valid. `place(line, chunk)` is an offset in bytes.
+  template <class Row, class Place>
+  __device__ __forceinline__ void fetch(unsigned char* stage, const Row& row, int first, int depth, int extent,
+                                        const Place& place) {
+    constexpr int kPiece = kAlign / kSize;
+#pragma unroll
+    for (int i = 0; i < Chunks::kOwn; ++i) {
+      if (!Chunks::exists(i)) continue;
+      unsigned char* const to = stage + place(Chunks::line(i), Chunks::chunk(i));
+      const T* const from = chunks_.address(i, first);
+      const int valid = chunks_.valid(i, first, depth, extent);
+      if constexpr (kAlign >= 4) {
+#pragma unroll
+        for (int v = 0; v < kChunk; v += kPiece) copy_async<kAlign>(to + v * kSize, from + v, v < valid);
+      } else {
+        copy_elements(to, from, valid);
+      }
+    }
+    if constexpr (kAcross) chunks_.find(row, first + kK, depth, extent);
+  }
+
+ private:
+  // What is aligned to less than a copy's four bytes goes through registers.
+  static __device__ __forceinline__ void copy_elements(unsigned char* to, const T* from, int valid) {
+    T elements[kChunk];
+#pragma unroll
+    for (int v = 0; v < kChunk; ++v) elements[v] = v < valid ? load_one(from + v) : from_float<T>(0.0f);
+    uint4 word;
+    memcpy(&word, elements, sizeof(word));
+    *reinterpret_cast<uint4*>(to) = word;
+  }
+
+  Chunks chunks_;
+};
+
+}  // namespace moesaic

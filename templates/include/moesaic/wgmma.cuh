@@ -1,0 +1,298 @@
+// Tensor cores through wgmma (sm_90a): a warpgroup, four warps, multiplies 64 x 16 by 16 x N from shared memory.
+//
+// Both operands lie in shared memory as the unit wants them for swizzle<128B>: lines of 128 bytes, whose chunks of 16 bytes
+// are swapped by the line's number, in blocks of 8 lines, 1024 bytes, aligned to 1024.
+//
+//   along    a line is a row (column of the product, for the right operand) and holds 64 steps of the sum
+//   across   a line is a step of the sum and holds 64 rows; the next 64 rows follow `group_bytes` further
+//
+// Who holds what of the product, with w the warp, g = lane / 4, t = lane % 4: rows 16 w + g and 16 w + g + 8, columns
+// 8 j + 2 t and the next. Products run by themselves until they are waited for:
+//
+//   wgmma_fence(); wgmma<...>(...); ...; wgmma_commit(); ...; wgmma_wait<kGroupsLeft>();
+//
+// Until then neither the sums nor what is multiplied may be touched. What cp.async has written, a tensor core sees after
+// `shared_to_async_proxy` and a barrier. PTX ISA, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions":
+// "Matrix Descriptor", "wgmma.mma_async", figures for .m64nNk16; "Memory Consistency Model: Proxies".
+#pragma once
+
+#include "moesaic/base.cuh"
+
+namespace moesaic {
+
+constexpr int kSwizzledLine = 128;               // bytes
+constexpr int kSwizzledBlock = 8 * kSwizzledLine;  // what repeats, and what stages are aligned to
+
+// The offset of a chunk of 16 bytes from the beginning of its group of lines.
+__host__ __device__ constexpr int swizzled(int line, int chunk) { return line * kSwizzledLine + 16 * (chunk ^ line % 8); }
+
+#ifdef MOESAIC_EMULATE
+
+// Where a matrix lies.
+struct SharedMatrix {
+  const unsigned char* start;
+  int group_bytes;
+};
+inline SharedMatrix shared_matrix(const void* start, int group_bytes) {
+  return {static_cast<const unsigned char*>(start), group_bytes};
+}
+inline SharedMatrix operator+(SharedMatrix matrix, int bytes) { return {matrix.start + bytes, matrix.group_bytes}; }
+
+// An element as the tensor core finds it: bits 4 to 6 of its address are changed by bits 7 to 9.
+template <typename T, bool kAcross>
+inline float element_of(const SharedMatrix& matrix, int row, int step) {
+  const long long offset = kAcross ? row / 64 * matrix.group_bytes + step * kSwizzledLine + row % 64 * 2
+                                   : row * kSwizzledLine + step * 2;
+  auto address = reinterpret_cast<size_t>(matrix.start + offset);
+  address ^= address / kSwizzledLine % 8 * 16;
+  moesaic_emulate_shared_access(reinterpret_cast<const void*>(address), sizeof(T), sizeof(T));
+  T value;
+  memcpy(&value, reinterpret_cast<const void*>(address), sizeof(value));
+  return to_float(value);
+}
+
+// The products of a warpgroup that have not been waited for. A tensor core reads its operands and writes its sums at any time
+// before the wait. Here operands are read at once and again at the wait, when they must be the same; sums are poison
+// between.
+class PendingProducts {
+  static constexpr int kMost = 64;     // products in flight
+  static constexpr int kMostSums = 256;
+
+ public:
+  template <typename T, bool kLeftAcross, bool kRightAcross, int kColumns>
+  void add(float* (&sums)[kColumns / 2], const SharedMatrix& left, const SharedMatrix& right) {
+    Sums& held = hold(sums[0], kColumns / 2);
+    if (!held.poisoned) {
+      for (int n = 0; n < kColumns / 2; ++n) {
+        held.at[n] = sums[n];
+        held.value[n] = *sums[n];
+        *sums[n] = quiet_nan();
+      }
+      held.poisoned = true;
+    }
+    const int thread = static_cast<int>(threadIdx.x) % 128;
+    for (int n = 0; n < kColumns / 2; ++n) {
+      const int row = thread / 32 * 16 + thread % 32 / 4 + n / 2 % 2 * 8;
+      const int column = n / 4 * 8 + thread % 4 * 2 + n % 2;
+      for (int k = 0; k < 16; ++k) {
+        held.value[n] += element_of<T, kLeftAcross>(left, row, k) * element_of<T, kRightAcross>(right, column, k);
+      }
+    }
+    if (count_ == kMost) moesaic_emulate_fail("more products in flight than there should be: is a wait missing?");
+    Product& product = products_[count_++];
+    product = {left, right, kColumns, groups_, seen<T, kLeftAcross, kRightAcross>, 0.0};
+    product.sum = product.see(product);
+    held.last_group = groups_;
+  }
+  void commit() { ++groups_; }
+  void wait(int groups_left) {
+    const int end = groups_ - groups_left;
+    int kept = 0;
+    for (int i = 0; i < count_; ++i) {
+      if (products_[i].group >= end) {
+        products_[kept++] = products_[i];
+      } else if (products_[i].see(products_[i]) != products_[i].sum) {
+        moesaic_emulate_fail("a product that this wait covers: an operand was written meanwhile");
+      }
+    }
+    count_ = kept;
+    for (Sums& held : sums_) {
+      if (!held.poisoned || held.last_group >= end) continue;
+      for (int n = 0; n < held.count; ++n) *held.at[n] = held.value[n];
+      held.poisoned = false;
+    }
+  }
+
+ private:
+  struct Product {
+    SharedMatrix left, right;
+    int columns, group;
+    double (*see)(const Product&);
+    double sum;
+  };
+  struct Sums {
+    float* at[kMostSums / 2];
+    float value[kMostSums / 2];
+    int count = 0, last_group = 0;
+    bool poisoned = false;
+  };
+
+  static float quiet_nan() { return __uint_as_float(0x7fffffffu); }
+
+  // A number for what this thread's share of the operands holds: a change of any element changes some thread's.
+  template <typename T, bool kLeftAcross, bool kRightAcross>
+  static double seen(const Product& product) {
+    const int thread = static_cast<int>(threadIdx.x) % 128;
+    double sum = 0.0;
+    for (int k = 0; k < 16; ++k) {
+      if (thread < 64) sum = 3.0 * sum + bits_of(element_of<T, kLeftAcross>(product.left, thread, k));
+      for (int column = thread; column < product.columns; column += 128) {
+        sum = 5.0 * sum + bits_of(element_of<T, kRightAcross>(product.right, column, k));
+      }
+      sum -= floor(sum / 9007199254740881.0) * 9007199254740881.0;
+    }
+    return sum;
+  }
+  static double bits_of(float x) { return static_cast<double>(__float_as_uint(x) >> 16); }
+
+  Sums& hold(const float* first, int count) {
+    for (Sums& held : sums_) {
+      if (held.poisoned && held.at[0] == first) return held;
+    }
+    for (Sums& held : sums_) {
+      if (!held.poisoned) {
+        held.count = count;
+        return held;
+      }
+    }
+    moesaic_emulate_fail("more sums in flight than a thread has registers for");
+  }
+
+  Product products_[kMost];
+  Sums sums_[4];
+  int count_ = 0, groups_ = 0;
+};
+
+#else
+
+struct PendingProducts {};  // the tensor core's own
+
+// A descriptor: address, distance of groups and of blocks of 8 lines in units of 16 bytes, the swizzle in the top bits.
+struct SharedMatrix {
+  unsigned long long bits;
+};
+__device__ __forceinline__ SharedMatrix shared_matrix(const void* start, int group_bytes) {
+  const auto address = static_cast<unsigned long long>(__cvta_generic_to_shared(start));
+  return {(address & 0x3ffff) >> 4 | static_cast<unsigned long long>(group_bytes >> 4) << 16 |
+          static_cast<unsigned long long>(kSwizzledBlock >> 4) << 32 | 1ull << 62};
+}
+__device__ __forceinline__ SharedMatrix operator+(SharedMatrix matrix, int bytes) {
+  return {matrix.bits + static_cast<unsigned long long>(bytes >> 4)};
+}
+
+#endif
+
+// Before the first product, and before one that follows other accesses to its sums.
+__device__ __forceinline__ void wgmma_fence() {
+#ifndef MOESAIC_EMULATE
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#endif
+}
+
+// Closes the group of the products since the last commit.
+__device__ __forceinline__ void wgmma_commit(PendingProducts& pending) {
+#ifdef MOESAIC_EMULATE
+  pending.commit();
+#else
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+#endif
+}
+
+// Waits for all groups but the kGroupsLeft committed last.
+template <int kGroupsLeft>
+__device__ __forceinline__ void wgmma_wait(PendingProducts& pending) {
+#ifdef MOESAIC_EMULATE
+  pending.wait(kGroupsLeft);
+#else
+  asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(kGroupsLeft) : "memory");
+#endif
+}
+
+// Keeps the compiler from moving accesses to a sum past this place: it does not know that products write it later.
+__device__ __forceinline__ void wgmma_pin(float& sum) {
+#ifndef MOESAIC_EMULATE
+  asm volatile("" : "+f"(sum) :: "memory");
+#endif
+}
+
+// What this thread has written to shared memory becomes visible to tensor cores, after a barrier.
+__device__ __forceinline__ void shared_to_async_proxy() {
+#ifndef MOESAIC_EMULATE
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
+// sums += left * right, 64 x N. `sums` is [parts][2 x blocks of 64 rows][vectors of a part][2], of which block kBlock is meant;
+// N = parts times 8 times vectors.
+template <typename T, bool kLeftAcross, bool kRightAcross, int kBlock, int kParts, int kRows, int kVectors>
+__device__ __forceinline__ void wgmma(PendingProducts& pending, float (&sums)[kParts][kRows][kVectors][2],
+                                      SharedMatrix left, SharedMatrix right);
+
+// Element v of the pair in column vector j, counted through all parts, and row i of the two.
+#define MOESAIC_SUM(j, i, v) sums[(j) / kVectors][2 * kBlock + (i)][(j) % kVectors][v]
+
+#ifdef MOESAIC_EMULATE
+
+template <typename T, bool kLeftAcross, bool kRightAcross, int kBlock, int kParts, int kRows, int kVectors>
+__device__ __forceinline__ void wgmma(PendingProducts& pending, float (&sums)[kParts][kRows][kVectors][2],
+                                      SharedMatrix left, SharedMatrix right) {
+  float* flat[kParts * kVectors * 4];
+  for (int n = 0; n < kParts * kVectors * 4; ++n) flat[n] = &MOESAIC_SUM(n / 4, n / 2 % 2, n % 2);
+  pending.add<T, kLeftAcross, kRightAcross, kParts * kVectors * 8>(flat, left, right);
+}
+
+#else
+
+template <typename T>
+constexpr bool kIsBfloat16 = false;
+template <>
+constexpr bool kIsBfloat16<__nv_bfloat16> = true;
+
+#define MOESAIC_SUMS4(j) \
+  "+f"(MOESAIC_SUM(j, 0, 0)), "+f"(MOESAIC_SUM(j, 0, 1)), "+f"(MOESAIC_SUM(j, 1, 0)), "+f"(MOESAIC_SUM(j, 1, 1))
+#define MOESAIC_SUMS32(j)                                                                                  \
+  MOESAIC_SUMS4(j), MOESAIC_SUMS4(j + 1), MOESAIC_SUMS4(j + 2), MOESAIC_SUMS4(j + 3), MOESAIC_SUMS4(j + 4), \
+      MOESAIC_SUMS4(j + 5), MOESAIC_SUMS4(j + 6), MOESAIC_SUMS4(j + 7)
+#define MOESAIC_SUMS64 MOESAIC_SUMS32(0), MOESAIC_SUMS32(8)
+#define MOESAIC_SUMS128 MOESAIC_SUMS64, MOESAIC_SUMS32(16), MOESAIC_SUMS32(24)
+#define MOESAIC_TEN(t) \
+  "%" t "0, %" t "1, %" t "2, %" t "3, %" t "4, %" t "5, %" t "6, %" t "7, %" t "8, %" t "9, "
+#define MOESAIC_NAMES30 MOESAIC_TEN("") MOESAIC_TEN("1") MOESAIC_TEN("2")
+#define MOESAIC_NAMES60 MOESAIC_NAMES30 MOESAIC_TEN("3") MOESAIC_TEN("4") MOESAIC_TEN("5")
+#define MOESAIC_NAMES120                                                                             \
+  MOESAIC_NAMES60 MOESAIC_TEN("6") MOESAIC_TEN("7") MOESAIC_TEN("8") MOESAIC_TEN("9") MOESAIC_TEN("10") \
+      MOESAIC_TEN("11")
+
+// One instruction: its sums, then the two descriptors, whether to add to the sums, and which operands lie across.
+#define MOESAIC_WGMMA(n, type, names, a, b, add, left_across, right_across, outputs)                          \
+  asm volatile("{.reg .pred p; setp.ne.b32 p, %" add ", 0;\n"                                                 \
+               "wgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type " {" names "}, %" a ", %" b       \
+               ", p, 1, 1, %" left_across ", %" right_across ";}"                                             \
+               : outputs                                                                                      \
+               : "l"(left.bits), "l"(right.bits), "r"(1), "n"(kLeftAcross ? 1 : 0), "n"(kRightAcross ? 1 : 0))
+#define MOESAIC_WGMMAS(type)                                                                                     \
+  if constexpr (kColumns == 64) {                                                                                \
+    MOESAIC_WGMMA("64", type, MOESAIC_NAMES30 "%30, %31", "32", "33", "34", "35", "36", MOESAIC_SUMS32(0));         \
+  } else if constexpr (kColumns == 128) {                                                                        \
+    MOESAIC_WGMMA("128", type, MOESAIC_NAMES60 "%60, %61, %62, %63", "64", "65", "66", "67", "68", MOESAIC_SUMS64); \
+  } else {                                                                                                       \
+    MOESAIC_WGMMA("256", type, MOESAIC_NAMES120 "%120, %121, %122, %123, %124, %125, %126, %127", "128", "129",    \
+                  "130", "131", "132", MOESAIC_SUMS128);                                                           \
+  }
+
+template <typename T, bool kLeftAcross, bool kRightAcross, int kBlock, int kParts, int kRows, int kVectors>
+__device__ __forceinline__ void wgmma(PendingProducts&, float (&sums)[kParts][kRows][kVectors][2], SharedMatrix left,
+                                      SharedMatrix right) {
+  constexpr int kColumns = kParts * kVectors * 8;
+  static_assert(kColumns == 64 || kColumns == 128 || kColumns == 256, "the widths there are");
+  if constexpr (kIsBfloat16<T>) {
+    MOESAIC_WGMMAS("bf16")
+  } else {
+    MOESAIC_WGMMAS("f16")
+  }
+}
+
+#undef MOESAIC_WGMMAS
+#undef MOESAIC_WGMMA
+#undef MOESAIC_NAMES120
+#undef MOESAIC_NAMES60
+#undef MOESAIC_NAMES30
+#undef MOESAIC_TEN
+#undef MOESAIC_SUMS128
+#undef MOESAIC_SUMS64
+#undef MOESAIC_SUMS32
+#undef MOESAIC_SUMS4
+#endif
+#undef MOESAIC_SUM
+
+}  // namespace moesaic
