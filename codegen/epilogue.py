@@ -14,11 +14,13 @@ from collections.abc import Sequence
 
 from moesaic.codegen.kernel import Argument
 from moesaic.codegen.row_program import STORAGE, Line, comment, literal, register, short_name
+from moesaic.codegen.target import Target
 from moesaic.ir.core import Block, BlockArgument, Constant, Op, OpResult, Value
 from moesaic.ir.errors import InternalError, UnsupportedError
 from moesaic.ir.ops import math, row, slot
 from moesaic.ir.ops.launch import Kernel
 from moesaic.ir.types import DType
+from moesaic.passes.product_shape import ProductShape
 
 
 def columns_of(value: Value) -> int:
@@ -428,3 +430,15 @@ def _flag(value: bool) -> str:
 def indented(lines: Sequence[str], spaces: int) -> list[str]:
     """Preprocessor lines stay at the margin, as they do in the helpers."""
     return [line if not line or line.startswith("#") else " " * spaces + line for line in lines]
+
+
+def check_target(op: Kernel, shape: ProductShape) -> None:
+    """Checks that the target of a product has the instructions of its tile.
+
+    Raises:
+        UnsupportedError: it has not.
+    """
+    name = op.configuration.get("target")
+    target = Target.default() if name is None else Target.parse(name)
+    if shape.tile == "WgmmaTile" and not target.has_wgmma:
+        raise UnsupportedError(f"{op.symbol}: tiles by wgmma need sm_90a, found {target}; leave tile to the rule")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math as python_math
 
-from moesaic.codegen.epilogue import Epilogue, Parameters, indented
+from moesaic.codegen.epilogue import Epilogue, Parameters, check_target, indented
 from moesaic.codegen.kernel import GeneratedKernel
 from moesaic.codegen.render import banner, render
 from moesaic.codegen.row_program import STORAGE, Line, comment
@@ -35,6 +35,7 @@ class _Emitter:
         self.parameters = Parameters(op)
         self.region = self.parameters.region
         self.shape = ProductShape.parse(op.configuration)
+        check_target(op, self.shape)
         products = [o for o in self.region.ops if isinstance(o, slot.Product)]
         if len(products) != 1:
             raise InternalError(f"{op.symbol}: expected one product in the region, found {len(products)}")

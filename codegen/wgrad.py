@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math as python_math
 
-from moesaic.codegen.epilogue import Parameters, columns_of, indented
+from moesaic.codegen.epilogue import Parameters, check_target, columns_of, indented
 from moesaic.codegen.kernel import GeneratedKernel
 from moesaic.codegen.render import banner, render
 from moesaic.codegen.row_program import STORAGE, Line, comment, short_name
@@ -35,6 +35,7 @@ class _Emitter:
         self.parameters = Parameters(op)
         self.region = self.parameters.region
         self.shape = ProductShape.parse(op.configuration)
+        check_target(op, self.shape)
         wgrads = [o for o in self.region.ops if isinstance(o, slot.GroupedWgrad | slot.Wgrad)]
         if len(wgrads) != 1:
             raise InternalError(f"{op.symbol}: expected one gradient of a weight in the region, found {len(wgrads)}")

@@ -63,6 +63,7 @@ _CHOICES = {
     "select": ("", "merge", "rounds", "sort", "radix"),
     "prefetch": ("", "on", "off"),
     "tokens": ("few", "many"),
+    "tile": ("", "simt", "mma", "wgmma", "wgmma256"),
 }
 
 
@@ -78,6 +79,8 @@ class Specialize(Pass):
         listed: override how many of its values a lane lists for merging, a power of two (0: the rule decides).
         prefetch: override whether a row is fetched while the one before is worked on: on or off (empty: the rule).
         resident: override how many blocks a multiprocessor should hold at least, which bounds registers (0: rule).
+        tile: override what tiles of products are computed by, where it is possible: simt, mma, wgmma, or wgmma256 of
+            twice as many columns, both on Hopper only (empty: the rule).
         allow_tf32: whether products of float32 operands may round them to tf32.
         tokens: few or many: few tokens fill a GPU only if many lanes share one.
         alignment: bytes each input of the first function is known to be aligned to (its address and its row stride);
@@ -95,6 +98,7 @@ class Specialize(Pass):
     listed: int = 0
     prefetch: str = ""
     resident: int = 0
+    tile: str = ""
     allow_tf32: bool = False
     tokens: str = "many"
     alignment: tuple[int, ...] = ()
@@ -130,7 +134,7 @@ class Specialize(Pass):
         alignment = {"alignment": ",".join(str(aligned.get(v, 16)) for v in op.operands[: op.reads])}
         assert op.region is not None
         if op.template in ("product", "wgrad"):
-            return {**product_shape(op.region, self.allow_tf32).config(), **alignment}
+            return {**product_shape(op.region, tile=self.tile, allow_tf32=self.allow_tf32).config(), **alignment}
         return {"threads": "256", **alignment}
 
     def _row_program(self, op: Kernel, aligned: dict[Value, int]) -> dict[str, str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -185,6 +186,27 @@ def test_recomputing_keeps_the_dispatch_alone(backend: str) -> None:
     check(run(layer, given, cotangent, device_of(backend)), exact(experts, given, cotangent), torch.float32)
     with pytest.raises(InputError, match="unknown recompute 'x'; known: 'h'"):
         mo.compile(experts, recompute="x")
+
+
+@pytest.mark.parametrize("backend", COMPILED)
+@pytest.mark.parametrize(
+    ("tile", "sizes", "columns"), [("wgmma", (2, 128, 128), {64, 128}), ("wgmma256", (2, 256, 128), {128, 256})]
+)
+def test_tiles_of_hopper(tile: str, sizes: tuple[int, int, int], columns: set[int], backend: str) -> None:
+    if backend == "cuda" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("wgmma is Hopper's")
+    experts = mo.Experts(*sizes)
+    given, cotangent = tensors_for(experts, 11, 2, torch.bfloat16), cotangent_for(11, sizes[1], torch.bfloat16)
+    layer = mo.compile(experts, backend=backend, passes=f"specialize{{tile={tile}}}")
+    check(run(layer, given, cotangent, device_of(backend)), exact(experts, given, cotangent), torch.bfloat16)
+    widths = re.findall(r"tile=WgmmaTile  rows=128  columns=(\d+)", layer.source)
+    assert columns <= set(map(int, widths)) and "MmaTile<" not in layer.source.replace("WgmmaTile", "")
+
+
+def test_tiles_of_hopper_need_hopper() -> None:
+    layer = mo.compile(mo.Experts(2, 128, 64, dtype="bf16"), target="sm_80", passes="specialize{tile=wgmma}").layer(2)
+    with pytest.raises(UnsupportedError, match="tiles by wgmma need sm_90a, found sm_80"):
+        _ = layer.source
 
 
 @pytest.mark.parametrize("backend", COMPILED)
