@@ -40,8 +40,9 @@ _TABLE: dict[str, str] = {
     # the way of tokens to experts and back
     "dispatch": "moesaic.runtime.dispatch:dispatch",
     "combine": "moesaic.runtime.dispatch:combine",
-    # Transformer Engine's names
+    # Transformer Engine's names, and transformers' experts
     "te": "moesaic.te",
+    "hf": "moesaic.hf",
     # errors
     "MoesaicError": "moesaic.ir.errors:MoesaicError",
 }
@@ -52,6 +53,7 @@ _PACKAGES = ("ir", "passes", "templates", "codegen", "runtime")
 __all__ = ["__version__", *_TABLE]  # noqa: PLE0604 - names come from the table
 
 if TYPE_CHECKING:
+    from moesaic import hf as hf
     from moesaic import te as te
     from moesaic.ir import math_functions as math
     from moesaic.ir.builder import Builder

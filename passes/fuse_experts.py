@@ -201,6 +201,9 @@ class _Fusion:
         for op in self.body.ops:
             if not isinstance(op, _PRODUCTS) or op.x.type.shape[0] != value.type.shape[0]:
                 continue
+            columns = op.sizes()[1]
+            if value.type.shape[-1] not in (1, columns, 2 * columns, columns // 2):
+                continue
             loaded = {leaf for v, home in self.homes.items() if home is op for leaf in self._leaves(v)}
             if leaves & loaded and value not in _ancestors(op):
                 return op
@@ -209,8 +212,8 @@ class _Fusion:
     def _leaves(self, value: Value) -> set[Value]:
         """Rows of several columns in memory that a value is computed from by elementwise ops."""
         op = _op(value)
-        if _is_sum(value) and value in self.homes:
-            return set()
+        if isinstance(op, slot.OfPick) or (_is_sum(value) and value in self.homes):
+            return set()  # a number
         if op is None or not isinstance(op, _LIGHT) or isinstance(op, slot.Gather):
             source = op.operands[0] if isinstance(op, slot.Gather) else value
             return {source} if value.type.rank == 2 and value.type.shape[1] != 1 else set()

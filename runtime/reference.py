@@ -163,6 +163,12 @@ class TorchArrays:
     def grouped_matmul(
         x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor, offsets: torch.Tensor
     ) -> torch.Tensor:
+        if _is_traced(counts):
+            group = TorchArrays.group_of_rows(counts, offsets, x.shape[0])
+            y = x.new_zeros((x.shape[0], weight.shape[-1]))
+            for expert in range(weight.shape[0]):
+                y = torch.where((group == expert).unsqueeze(-1), x @ weight[expert], y)
+            return y
         parts = []
         done = 0
         for expert, (first, last) in _groups(counts, offsets):
@@ -172,6 +178,10 @@ class TorchArrays:
 
     @staticmethod
     def grouped_outer(a: torch.Tensor, b: torch.Tensor, counts: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        if _is_traced(counts):
+            group = TorchArrays.group_of_rows(counts, offsets, a.shape[0])
+            groups = [(group == expert).unsqueeze(-1) for expert in range(counts.shape[0])]
+            return torch.stack([a.masked_fill(~mine, 0).T @ b.masked_fill(~mine, 0) for mine in groups])
         return torch.stack([a[first:last].T @ b[first:last] for _, (first, last) in _groups(counts, offsets)])
 
 
@@ -184,6 +194,12 @@ def _inside(indices: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tenso
 def _summable(x: torch.Tensor) -> torch.Tensor:
     """A row that is taken several times gets a sum of gradients: of 16 bits each, in float32, rounded once."""
     return x.float() if x.is_floating_point() and x.element_size() == 2 else x
+
+
+def _is_traced(counts: torch.Tensor) -> bool:
+    """Whether there are no numbers yet, because torch.compile makes a graph: groups are then not cut out, but all rows
+    go through all experts, which is right and slow."""
+    return torch.compiler.is_compiling() or torch._guards.detect_fake_mode((counts,)) is not None
 
 
 def _groups(counts: torch.Tensor, offsets: torch.Tensor) -> Iterator[tuple[int, tuple[int, int]]]:

@@ -12,6 +12,7 @@ import pickle
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -341,6 +342,26 @@ def test_weights_that_change_in_place_are_seen(backend: str) -> None:
     up.data = torch.full_like(up, 7)
     seen.append(layer(x, i, w, up, one).item())
     assert seen == [1, 2, 5, 7]
+
+
+@pytest.mark.parametrize("backend", ["reference", *COMPILED])
+def test_one_graph_for_any_number_of_tokens(backend: str) -> None:
+    experts = KINDS["swiglu"]
+    layer = mo.compile(experts, backend=backend)
+    device = device_of(backend)
+    torch._dynamo.reset()
+    graphs: list[Any] = []
+
+    def counting(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return aot_eager(graph, inputs)
+
+    aot_eager = torch._dynamo.lookup_backend("aot_eager")
+    compiled = torch.compile(layer, backend=counting, fullgraph=True, dynamic=True)
+    for tokens in (13, 29, 7):
+        given, cotangent = tensors_for(experts, tokens, TOP_K, torch.float32), cotangent_for(tokens, 24, torch.float32)
+        check(run(compiled, given, cotangent, device), exact(experts, given, cotangent), torch.float32)
+    assert len(graphs) == 1
 
 
 @pytest.mark.gpu
