@@ -43,6 +43,8 @@ _TABLE: dict[str, str] = {
     # Transformer Engine's names, and transformers' experts
     "te": "moesaic.te",
     "hf": "moesaic.hf",
+    # modules
+    "nn": "moesaic.nn",
     # errors
     "MoesaicError": "moesaic.ir.errors:MoesaicError",
 }
@@ -54,6 +56,7 @@ __all__ = ["__version__", *_TABLE]  # noqa: PLE0604 - names come from the table
 
 if TYPE_CHECKING:
     from moesaic import hf as hf
+    from moesaic import nn as nn
     from moesaic import te as te
     from moesaic.ir import math_functions as math
     from moesaic.ir.builder import Builder

@@ -69,7 +69,7 @@ def launch(kernel: GeneratedKernel, reads: int, tensors: Sequence[torch.Tensor],
     blocks = execute._Blocks.of(kernel, 3)(tokens, 0)
     if blocks:
         values = [execute.ARGUMENTS[a.kind](tensors, a.operand, tokens) for a in kernel.arguments]
-        runner.load(kernel, torch.device("cpu")).launch((blocks, 1, 1), 0, values, tensors, reads)
+        runner.load(kernel, torch.device("cpu")).launch((blocks, 1, 1), 0, values, tensors, frozenset(range(reads)))
 
 
 # Dispatch -------------------------------------------------------------------------------------------------------------

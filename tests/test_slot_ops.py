@@ -31,7 +31,7 @@ VALUE = {"rtol": 1e-12, "atol": 1e-13}
 
 TESTED = {
     *("slot.dispatch", "slot.gather", "slot.combine", "slot.of_pick", "slot.to_picks"),
-    *("slot.linear", "slot.grouped_linear", "slot.wgrad", "slot.grouped_wgrad"),
+    *("slot.linear", "slot.grouped_linear", "slot.wgrad", "slot.grouped_wgrad", "slot.accumulate"),
     *("slot.expert_rows", "slot.expert_sums", "slot.split", "slot.join"),
 }
 
@@ -363,6 +363,12 @@ def test_one_weight_an_expert(routing: str, option: str, transposed: bool) -> No
     torch.testing.assert_close(run("slot.grouped_wgrad", *pair, *groups)[0], outer, **VALUE)
 
 
+def test_what_accumulates_is_added_in_float32() -> None:
+    main, x = drawn((3, 4), seed=1).float(), drawn((3, 4), seed=2).bfloat16()
+    found = run("slot.accumulate", Operand(main), Operand(x))[0]
+    assert found.dtype == torch.float32 and torch.equal(found, main + x.float())
+
+
 def test_sums_of_products_of_halves_are_float32() -> None:
     """263 is no bf16: it is kept until somebody rounds it."""
     x = torch.tensor([[256.0, *[1.0] * 7]], dtype=torch.bfloat16)
@@ -482,6 +488,8 @@ MISFITS: list[tuple[str, list[str], dict[str, Any], str]] = [
     ("grouped_wgrad", [M4, T4, *GROUPS], {}, "b must be rows of slots [M, n], found"),
     ("grouped_wgrad", [M4, "tensor<Mx4xbf16>", *GROUPS], {}, "operands differ in type"),
     ("grouped_wgrad", [M4, "tensor<Mx3xf32>", *TURNED], {}, "offsets must be tensor<7xi32>, found tensor<5xi32>"),
+    ("accumulate", [WEIGHTS, "tensor<5x4x3xf32>"], {}, "main must be tensor<5x4x3xf32>, found tensor<5x3x"),
+    ("accumulate", ["tensor<6xbf16>", "tensor<6xf32>"], {}, "main must be tensor<6xf32>, found tensor<6xbf16>"),
     ("expert_rows", [M4, TOKENS, *GROUPS], {}, "one vector an expert [E, n], found tensor<Mx4xf32>"),
     ("expert_rows", [WEIGHTS, TOKENS, *GROUPS], {}, "one vector an expert [E, n], found tensor<5x3x"),
     ("expert_rows", ["tensor<5x4xf32>", SLOTS, *GROUPS], {}, "tokens must be tensor<Mxi32>, found tensor<Tx3xi32>"),

@@ -65,10 +65,10 @@ extern "C" __global__ void __launch_bounds__(kThreads) experts_backward_d_down_p
       for (int j = 0; j < Tile::kOwnVectors; ++j) {
         const int column = first_column + tile.column(j);
         if (column >= kColumns) continue;
+        const int left = kColumns - column;
         float values[Tile::kVector];
 #pragma unroll
         for (int v = 0; v < Tile::kVector; ++v) values[v] = tile.values[0][i][j][v];
-        const int left = kColumns - column;
         moesaic::store_columns<Tile::kVector, 4, false>(out_row + column, left, values);
       }
     }

@@ -60,10 +60,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) moe_backward_d_shared_
       for (int j = 0; j < Tile::kOwnVectors; ++j) {
         const int column = first_column + tile.column(j);
         if (column >= kColumns) continue;
+        const int left = kColumns - column;
         float values[Tile::kVector];
 #pragma unroll
         for (int v = 0; v < Tile::kVector; ++v) values[v] = moesaic::round_to<__nv_bfloat16>(tile.values[0][i][j][v]);
-        const int left = kColumns - column;
         moesaic::store_columns<Tile::kVector, 4, true>(out_row + column, left, values);
       }
     }

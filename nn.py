@@ -1,0 +1,247 @@
+"""Layers as modules of torch: parameters, state, and what is kept of them over a run.
+
+layer = mo.nn.MoELayer(mo.MoE(router, experts, shared=mo.SharedExpert(2048)), dtype=torch.bfloat16, device="cuda")
+out = layer(x)
+tracker = mo.nn.LoadTracker(model)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Self, Unpack
+
+import torch
+
+from moesaic.ir.errors import InputError
+from moesaic.ir.moe import MoE
+from moesaic.ir.types import DType
+from moesaic.runtime.compile import Options, compile
+from moesaic.runtime.functional import LoadMetrics, load_metrics, update_bias
+from moesaic.runtime.reference import TORCH_DTYPES
+
+__all__ = ["LoadTracker", "MoELayer"]
+
+_GATES = ("gate.", "router.")
+_SHARED = ("shared_experts.", "shared_expert.")
+
+
+class MoELayer(torch.nn.Module):
+    """A `MoE` with its parameters, named as its inputs.
+
+    Weights have the type that the module is made with or moved to, and shapes as in checkpoints of transformers. What a
+    router learns stays float32, also after ``.to(torch.bfloat16)``: the selection bias, a buffer ``bias``, which
+    `LoadTracker` or ``moesaic.update_bias`` move, and the parameters ``gate_bias``, ``expert_scale``, ``router_scale``.
+
+    ``load_state_dict`` also takes the names of transformers' blocks (``gate.weight``, ``experts.gate_up_proj``,
+    ``shared_expert.up_proj.weight`` ...); `hf_state_dict` gives them back.
+
+    Args:
+        moe: what is declared.
+        device, dtype: of the parameters.
+        std: of the normal distribution that matrices are drawn from; biases are 0, scales 1.
+        main_grads: whether gradients of matrices are added to ``parameter.main_grad``, float32, where a parameter has
+            one, instead of becoming its ``grad``.
+        options: ``backend``, ``recompute``, ``allow_tf32`` and others of ``moesaic.compile``.
+    """
+
+    def __init__(
+        self,
+        moe: MoE,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        std: float = 0.02,
+        main_grads: bool = False,
+        **options: Unpack[Options],
+    ) -> None:
+        super().__init__()
+        self.moe = moe
+        self.std = std
+        self.main_grads = main_grads
+        self._compiled = compile(moe, **options)
+        declared = moe.dtype and TORCH_DTYPES[DType.parse(moe.dtype)]
+        kind = dtype or declared or torch.get_default_dtype()
+        self._state: tuple[str, ...] = ()
+        for argument in moe.module(DType.F32).entry.arguments:
+            if argument.type.leading in ("T", "N") or argument.name == "num_tokens":
+                continue
+            shape = [d for d in argument.type.shape if isinstance(d, int)]
+            if argument.name in moe.parameters:
+                self.register_parameter(argument.name, _parameter(shape, kind, device))
+                continue
+            self._state += (argument.name,)
+            if argument.name == "bias":
+                self.register_buffer("bias", torch.empty(shape, dtype=torch.float32, device=device))
+            else:
+                self.register_parameter(argument.name, _parameter(shape, torch.float32, device))
+        self.reset_parameters()
+        self.register_load_state_dict_pre_hook(_rename)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draws matrices, and sets biases to 0 and scales to 1."""
+        for name, tensor in (*self.named_parameters(), *self.named_buffers()):
+            if name.endswith("scale"):
+                tensor.fill_(1.0)
+            elif "bias" in name:
+                tensor.zero_()
+            else:
+                tensor.normal_(0.0, self.std)
+
+    def forward(self, x: torch.Tensor, **inputs: torch.Tensor) -> Any:
+        """What the compiled layer gives: a tensor, or a tuple with a field for each output and a mapping of losses.
+
+        Args:
+            x: [..., H].
+            inputs: ``token_mask`` [...], ``residual`` [..., H], ``num_tokens``, ``indices``, where there are any.
+        """
+        own = {n: getattr(self, n) for n in (*self.moe.parameters, *self._state)}
+        if self.main_grads and torch.is_grad_enabled():
+            mains = {n: own[n].main_grad for n in self.moe.parameters if getattr(own[n], "main_grad", None) is not None}
+            if mains:
+                return self._compiled(x, **own, **inputs, main_grads=mains)
+        return self._compiled(x, **own, **inputs)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        # To another device they go, to another type they do not.
+        kept = {n: getattr(self, n).detach().clone() for n in self._state if not getattr(self, n).is_meta}
+        super()._apply(fn, recurse)
+        for name in self._state:
+            moved = getattr(self, name)
+            if moved.dtype != torch.float32:
+                value = kept[name].to(moved.device) if name in kept else moved.float()
+                moved.data = value
+        return self
+
+    # ------------------------------------------------------------------------------------------------------- state
+
+    def hf_state_dict(self, *, gate: str = "gate", shared: str = "shared_experts") -> dict[str, torch.Tensor]:
+        """The parameters and the bias by the names that transformers' blocks have for them.
+
+        Args:
+            gate: what the block calls its router: ``gate``, or ``router``.
+            shared: what it calls its shared expert: ``shared_experts`` or ``shared_expert``.
+        """
+        made: dict[str, torch.Tensor] = {}
+        for name, tensor in self.state_dict().items():
+            if name == "gate_weight":
+                made[f"{gate}.weight"] = tensor
+            elif name == "gate_bias":
+                made[f"{gate}.bias"] = tensor
+            elif name == "bias":
+                made[f"{gate}.e_score_correction_bias"] = tensor
+            elif name == "shared_gate":
+                made["shared_expert_gate.weight"] = tensor
+            elif name == "shared_gate_up_proj":
+                halves = tensor.chunk(2)
+                made |= {f"{shared}.{n}.weight": t for n, t in zip(("gate_proj", "up_proj"), halves, strict=True)}
+            elif name.startswith("shared_"):
+                made[f"{shared}.{name.removeprefix('shared_')}.weight"] = tensor
+            elif name in ("expert_scale", "router_scale"):
+                made[f"{gate}.{name}"] = tensor
+            else:
+                made[f"experts.{name}"] = tensor
+        return made
+
+    def extra_repr(self) -> str:
+        moe = self.moe
+        return (
+            f"experts={moe.experts.num_experts}, top_k={moe.router.top_k}, hidden={moe.experts.hidden}, "
+            f"intermediate={moe.experts.intermediate}, shared={moe.shared is not None}"
+        )
+
+
+class LoadTracker:
+    """Counts and losses of all `MoELayer` of a model, added up on their devices until they are asked for or reset.
+
+    A forward pass that activation checkpointing repeats in backward is counted once. Layers have to put out ``counts``.
+
+    Args:
+        model: whose layers are watched, from now until `close`.
+
+    Raises:
+        InputError: the model has no such layer, or one does not put out counts.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.layers = {name: m for name, m in model.named_modules() if isinstance(m, MoELayer)}
+        if not self.layers:
+            raise InputError(f"{type(model).__name__} has no MoELayer to track")
+        for name, layer in self.layers.items():
+            if "counts" not in layer.moe.outputs:
+                raise InputError(f"layer {name!r} does not put out counts; add them to the outputs of its MoE")
+        self.counts: dict[str, torch.Tensor] = {}
+        self.losses: dict[str, dict[str, torch.Tensor]] = {}
+        self._hooks = [m.register_forward_hook(self._hook(name)) for name, m in self.layers.items()]
+
+    def _hook(self, name: str) -> Callable[[torch.nn.Module, Any, Any], None]:
+        def add(module: torch.nn.Module, inputs: Any, result: Any) -> None:
+            if torch._C._current_graph_task_id() != -1:  # a forward pass within backward: repeated
+                return
+            counts = result.counts.detach().long()
+            self.counts[name] = self.counts[name] + counts if name in self.counts else counts
+            losses = self.losses.setdefault(name, {})
+            for loss, value in getattr(result, "losses", {}).items():
+                losses[loss] = losses[loss] + value.detach() if loss in losses else value.detach()
+
+        return add
+
+    def metrics(self) -> dict[str, LoadMetrics]:
+        """For each layer what ``moesaic.load_metrics`` says of its counts, as tensors: nothing is synchronised."""
+        return {name: load_metrics(counts) for name, counts in self.counts.items()}
+
+    @torch.no_grad()
+    def update_biases(self, rate: float) -> None:
+        """Moves the selection bias of every layer that has one by the sign rule, and forgets the counts.
+
+        See ``moesaic.update_bias``.
+        """
+        biased = {n: m.bias for n, m in self.layers.items() if "bias" in m._state and n in self.counts}
+        if biased:
+            update_bias(list(biased.values()), [self.counts[n] for n in biased], rate)  # type: ignore[arg-type]
+        self.reset()
+
+    def reset(self) -> None:
+        """Begins anew."""
+        self.counts = {}
+        self.losses = {}
+
+    def close(self) -> None:
+        """Stops watching."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.layers)
+
+
+def _rename(layer: MoELayer, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Brings names of transformers' blocks to ours, in place."""
+    found = {k.removeprefix(prefix) for k in state if k.startswith(prefix)}
+
+    def move(theirs: str, ours: str) -> None:
+        if theirs in found:
+            state[prefix + ours] = state.pop(prefix + theirs)
+
+    for gate in _GATES:
+        move(f"{gate}weight", "gate_weight")
+        move(f"{gate}bias", "gate_bias")
+        move(f"{gate}e_score_correction_bias", "bias")
+        move(f"{gate}expert_scale", "expert_scale")
+        move(f"{gate}router_scale", "router_scale")
+    move("e_score_correction_bias", "bias")
+    move("shared_expert_gate.weight", "shared_gate")
+    for name in [n for n in found if n.startswith("experts.")]:
+        move(name, name.removeprefix("experts."))
+    declared = layer.moe.shared
+    for shared in _SHARED:
+        halves = [f"{prefix}{shared}{n}.weight" for n in ("gate_proj", "up_proj")]
+        if declared is not None and declared.gated and not declared.separate and all(h in state for h in halves):
+            state[f"{prefix}shared_gate_up_proj"] = torch.cat([state.pop(h) for h in halves])
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            if f"{prefix}{shared}{name}.weight" in state:
+                state[f"{prefix}shared_{name}"] = state.pop(f"{prefix}{shared}{name}.weight")
+
+
+def _parameter(shape: list[int], dtype: torch.dtype, device: torch.device | str | None) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
