@@ -10,7 +10,6 @@ from moesaic.codegen.kernel import GeneratedKernel
 from moesaic.codegen.render import banner, render
 from moesaic.codegen.row_program import STORAGE, Line
 from moesaic.ir.core import Block, Value
-from moesaic.ir.errors import UnsupportedError
 from moesaic.ir.ops import slot
 from moesaic.ir.ops.launch import Kernel
 
@@ -37,12 +36,14 @@ def generate(op: Kernel) -> GeneratedKernel:
     vector = next(n for n in (8, 4, 2, 1) if n * size <= _BYTES_OF_A_LANE and (columns % n == 0 or n == 1))
     parameters.taken |= {"lane", "slots"}
     dead: list[str] = []
+    live = None if of_tokens else _live(region)
     if of_tokens:
         count = parameters.tokens()
+    elif live is None:  # numbers computed from numbers, garbage from garbage
+        count = parameters.rows(next(i for i, a in enumerate(region.arguments) if a.type.leading == leading), "slots")
     else:
-        live = parameters.index(_live(op, region))
-        count = parameters.rows(live, "slots")
-        dead = _dead(parameters, parameters.pointer(live))
+        count = parameters.rows(parameters.index(live), "slots")
+        dead = _dead(parameters, parameters.pointer(parameters.index(live)))
     epilogue = Epilogue(parameters, columns, vector, None, place)
     epilogue.emit([])
     body = [
@@ -100,14 +101,14 @@ def generate(op: Kernel) -> GeneratedKernel:
     return GeneratedKernel(op.symbol, source, tuple(parameters.arguments), threads, 1, "device")
 
 
-def _live(op: Kernel, region: Block) -> Value:
-    """What says which slots are in use: tokens or picks of slots, which are -1 where one is not."""
+def _live(region: Block) -> Value | None:
+    """What says which slots are in use, if anything does: tokens or picks of slots, which are -1 where one is not."""
     for inner in region.ops:
         if isinstance(inner, slot.Gather | slot.ExpertRows):
             return inner.tokens
         if isinstance(inner, slot.OfPick):
             return inner.picks
-    raise UnsupportedError(f"{op.symbol}: nothing in the region says which rows are in use")
+    return None
 
 
 def _dead(parameters: Parameters, live: str) -> list[str]:

@@ -75,8 +75,11 @@ class SharedExpert:
             ups = ("shared_gate_proj", "shared_up_proj") if self.separate else ("shared_gate_up_proj",)
         return (*ups, "shared_down_proj", *(("shared_gate",) if self.gate else ()))
 
-    def add_to(self, b: Builder, x: Value) -> Value:
-        """Adds the expert to a function that has x [T, H]: its output, [T, H] in the type of x unless it is gated."""
+    def add_to(self, b: Builder, x: Value, *, scale: float = 1.0) -> Value:
+        """Adds the expert to a function that has x [T, H]: `scale` times its output, [T, H] in float32.
+
+        The factor, a power of two, stands before the second product, where backward meets it in an epilogue.
+        """
         dtype = x.type.dtype
         hidden, wide = x.type.shape[-1], self.intermediate * (2 if self.gated and not self.separate else 1)
         assert isinstance(hidden, int)
@@ -94,7 +97,8 @@ class SharedExpert:
             value.name = name
         if self.gated and not self.separate:
             first = list(create_split(first[0], self.interleaved))
-        middle = stored(activated(first, self.activation, self.gating), dtype)
+        middle = activated(first, self.activation, self.gating)
+        middle = stored(middle if scale == 1.0 else middle * scale, dtype)
         middle.name = middle.name or "shared_activated"
         y = product(middle, down, hidden)
         if not self.gate:
@@ -199,13 +203,16 @@ class MoE:
         made, indices, weights = router.add_to(b, logits, masked=masked)
         if isinstance(weights, OpResult):
             weights.name = weights.name or "weights"
-        shared = None if self.shared is None else self.shared.add_to(b, x)
-        routed = self.experts.add_to(b, x, indices, weights)
+        # Half of a sum: half of each weight, which is linear but on the input, and half of the shared output.
+        half = 0.5 if self.mean else 1.0
+        shared = None if self.shared is None else self.shared.add_to(b, x, scale=half)
+        linear = self.experts.weight_on == "output" or (self.experts.weight_on == "middle" and not self.experts.bias)
+        routed = self.experts.add_to(b, x, indices, weights * half if self.mean and linear else weights)
         hidden_states = routed["hidden"]
+        if self.mean and not linear:
+            hidden_states = hidden_states * half
         if shared is not None:
             hidden_states = hidden_states + shared
-            if self.mean:
-                hidden_states = hidden_states * 0.5
         if self.residual:
             hidden_states = hidden_states + b.input("residual", tensor(dtype, symbol("T"), hidden))
         made |= {"hidden": stored(hidden_states, dtype), "logits": logits, "dropped": routed["dropped"]}

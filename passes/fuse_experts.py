@@ -128,6 +128,8 @@ class _Fusion:
         for op in self.body.ops:
             if isinstance(op, row.Sum) and op.y.type.leading != slot.SLOTS:
                 need(op.y)
+            elif isinstance(op, slot.Gather):
+                need(op.x)
             elif isinstance(op, _PRODUCTS):
                 operand(op.x)
             elif isinstance(op, _WGRADS):
@@ -272,7 +274,9 @@ class _Fusion:
         homeless: dict[tuple[object, ...], list[Value]] = {}
         for value, home in self.homes.items():
             if home is None:
-                widest = max((leaf.type.shape[1] for leaf in self._leaves(value)), key=str, default=1)
+                summed = _op(value)
+                source = summed.x if isinstance(summed, row.Sum) else value
+                widest = max(_columns(leaf) for leaf in (source, *self._leaves(source)))
                 homeless.setdefault((value.type.shape[0], widest), []).append(value)
         for values in homeless.values():
             outlines.append(_Outline(kernel.SlotRows, values, in_memory - set(values)))
@@ -419,13 +423,16 @@ def _unrounded(value: Value) -> Value:
 
 
 def _numbers(value: Value) -> list[Value]:
-    """The sums of rows that numbers of slots are computed from."""
+    """The numbers of slots in memory that others are computed from: sums of rows, and what has one column anyway."""
     op = _op(value)
-    if isinstance(op, row.Sum):
-        return [value]
     if isinstance(op, math.Elementwise):
         return [n for operand in op.operands for n in _numbers(operand)]
-    return []
+    return [value] if op is not None else []
+
+
+def _columns(rows: Value) -> int:
+    columns = rows.type.shape[-1] if rows.type.rank == 2 else 1
+    return columns if isinstance(columns, int) else 1
 
 
 def _ancestors(op: Op) -> set[Value]:
