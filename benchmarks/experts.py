@@ -4,6 +4,7 @@
     python benchmarks/experts.py --quick             # qwen3, T = 16384: layer, kernels, live shares; no torch.compile
     python benchmarks/experts.py --rows --cases olmoe,mixtral --tokens 16384 --no-peers
     python benchmarks/experts.py --kernels           # each kernel of the launch list alone
+    python benchmarks/experts.py --quick --no-peers --passes 'specialize{tile=wgmma}'   # other choices than the rules'
     python benchmarks/experts.py --live 1.0,0.5,0.125   # a share of the picks is here, the rest are sentinels
     python benchmarks/experts.py --skew              # even routing, all to one expert, popularity 1 / rank
     python benchmarks/experts.py --memory            # what is kept for backward; without a GPU what is planned
@@ -44,7 +45,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -123,6 +124,12 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     p.add_argument("--tokens", type=_numbers(int, 1, 2**24), default=None, help="default: those of the case")
     p.add_argument("--only", type=_some_of("implementation", IMPLEMENTATIONS), default=None,
                    help="of ours, hf, compile")  # fmt: skip
+    p.add_argument(
+        "--passes",
+        default="",
+        metavar="PASSES",
+        help="options of passes that ours is compiled with, e.g. 'specialize{tile=wgmma}'",
+    )
     p.add_argument("--no-peers", action="store_true", help="the same as --only ours")
     p.add_argument(
         "--quick", action="store_true", help="qwen3 at T = 16384: rows, kernels, live; without torch.compile"
@@ -153,7 +160,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     args.live = args.live or list(SHARES)
     if args.quick:
         args.cases, args.tokens = args.cases or ["qwen3"], args.tokens or [16384]
-    args.cases = [c for c in CASES if args.cases is None or c.name in args.cases]
+    args.cases = [replace(c, passes=args.passes) for c in CASES if args.cases is None or c.name in args.cases]
     if args.only is None:
         args.only = ["ours"] if args.no_peers else ["ours", "hf"] if args.quick else list(IMPLEMENTATIONS)
     if args.budget is None:

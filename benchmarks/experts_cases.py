@@ -27,7 +27,10 @@ _PEER_TOLERANCE = 9e-3
 
 @dataclass(frozen=True)
 class Case:
-    """Gated experts with SiLU, matrices as [E, 2I, H] and [E, H, I]."""
+    """Gated experts with SiLU, matrices as [E, 2I, H] and [E, H, I].
+
+    `passes` are options of passes that ours is compiled with, in place of the compiler's choices.
+    """
 
     name: str
     model: str
@@ -35,6 +38,7 @@ class Case:
     intermediate: int
     experts: int
     top_k: int
+    passes: str = ""
 
     @property
     def declared(self) -> mo.Experts:
@@ -49,7 +53,7 @@ class Case:
     @property
     def program(self) -> Program:
         """What moesaic makes of it; the one that the layer runs."""
-        return program_of(self.module)
+        return program_of(self.module, self.passes)
 
     @property
     def small(self) -> Case:
@@ -169,7 +173,7 @@ def load_of(case: Case, picks: Tensor) -> Load:
 
 def ours(case: Case, matrices: Matrices, backend: str) -> Run:
     """The compiled layer."""
-    layer = mo.compile(case.declared, backend=backend)
+    layer = mo.compile(case.declared, backend=backend, passes=case.passes)
     return lambda given: layer(given.x, given.indices, given.weights, matrices.gate_up, matrices.down)
 
 
