@@ -65,7 +65,7 @@ def launch(step: Step, operands: Sequence[torch.Tensor], leading: Sequence[objec
         tensor, first = operands[argument.operand], at.first(leading[argument.operand], kernel)
         if argument.kind == "pointer":
             before = first * tensor.stride(0) * tensor.element_size() if first else 0
-            values.append(tensor.data_ptr() - before)
+            values.append((tensor.data_ptr() - before) % 2**64)  # where small tensors lie low, addresses wrap
         elif argument.kind == "rows":
             values.append(first + tensor.shape[0])
         else:

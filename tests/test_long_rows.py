@@ -293,7 +293,8 @@ def launched(executable: Executable, inputs: Sequence[torch.Tensor], first: int)
     for argument in kernel.arguments:
         tensor = tensors[step.operands[argument.operand]]
         if argument.kind == "pointer":
-            values.append(tensor.data_ptr() - first * tensor.stride(0) * tensor.element_size())
+            before = first * tensor.stride(0) * tensor.element_size()
+            values.append((tensor.data_ptr() - before) % 2**64)  # where small tensors lie low, addresses wrap
         elif argument.kind == "stride":
             values.append(tensor.stride(0))
         else:
