@@ -59,7 +59,7 @@ class _Emitter:
             {
                 "banner": banner(self.op, self._title()),
                 "symbol": self.op.symbol,
-                "headers": ["tile.cuh", "epilogue.cuh", "experts.cuh"],
+                "headers": [self.shape.header, "epilogue.cuh", "experts.cuh"],
                 "bounds": f", {self.shape.blocks}" if self.shape.blocks > 1 else "",
                 "constants": self._constants(),
                 "aliases": self._aliases(),

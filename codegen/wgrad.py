@@ -54,7 +54,7 @@ class _Emitter:
             {
                 "banner": banner(self.op, "the gradient of a weight: sums over rows of outer products"),
                 "symbol": self.op.symbol,
-                "headers": ["tile.cuh", "epilogue.cuh"],
+                "headers": [self.shape.header, "epilogue.cuh"],
                 "bounds": f", {self.shape.blocks}" if self.shape.blocks > 1 else "",
                 "constants": self._constants(),
                 "aliases": [

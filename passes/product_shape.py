@@ -86,6 +86,11 @@ class ProductShape:
         return cls("SimtTile", _SIMT_ROWS, fitting, 16, 2, _SIMT_ROWS * fitting * parts // 32)
 
     @property
+    def header(self) -> str:
+        """The file of the tile."""
+        return f"tile_{self.tile.removesuffix('Tile').lower()}.cuh"
+
+    @property
     def vector(self) -> int:
         """Neighbouring columns that a thread holds."""
         return 4 if self.tile == "SimtTile" else 2
