@@ -10,7 +10,8 @@ from routing import EXACT, EXAMPLES, example
 
 import moesaic as mo
 
-NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py"))
+TRAINING = "train_tiny_moe"
+NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem != TRAINING)
 
 
 def test_each_example_comes_as_text_and_as_python() -> None:
@@ -41,6 +42,22 @@ def test_python_runs(name: str, tmp_path: Path) -> None:
     assert 3 <= len(lines) <= 12, done.stdout
     assert max(map(len, lines)) <= 120, done.stdout
     assert "nan" not in done.stdout.lower(), done.stdout
+
+
+def test_training_beside_plain_torch(tmp_path: Path) -> None:
+    """Losses of both models after a few steps, as the table says them."""
+    command = [sys.executable, "-P", str(EXAMPLES / f"{TRAINING}.py"), "--steps", "13", "--plot", "curves.svg"]
+    environment = {k: v for k, v in os.environ.items() if k != "MOESAIC_BACKEND"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    _, table = done.stdout.split("largest load over mean\n")
+    rows = [[float(x) for x in line.split()] for line in table.splitlines()]
+    assert [int(row[0]) for row in rows] == [0, 1, 3, 6, 12]
+    for _, ours, plain, load in rows:
+        assert abs(ours - plain) < 2e-3
+        assert 1 <= load <= 4
+    assert rows[-1][1] < rows[0][1] - 1
+    assert (tmp_path / "curves.svg").read_text(encoding="utf-8").count("<polyline") == 2
 
 
 @pytest.mark.emulate
