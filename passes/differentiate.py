@@ -105,6 +105,7 @@ def derive(forward: Function, cotangents: tuple[str, ...] = (), into: tuple[str,
         for used, gradient in zip(op.operands, op.gradient(*shaped), strict=True):
             if gradient is not None and not isinstance(used, Constant) and used.type.dtype.is_float:
                 _accumulate(flowing, used, _reduced(gradient, used.type.shape, op.name))
+                _name(flowing[used], used)
 
     names: list[str] = []
     returned: list[Value] = []
@@ -168,6 +169,12 @@ def _sums(forward: Function) -> dict[Value, str]:
 def _accumulate(flowing: dict[Value, Value], value: Value, gradient: Value) -> None:
     before = flowing.get(value)
     flowing[value] = gradient if before is None else before + gradient
+
+
+def _name(gradient: Value, value: Value) -> None:
+    """Calls the gradient of an intermediate value after it, for whoever reads what is generated."""
+    if isinstance(value, OpResult) and value.name and isinstance(gradient, OpResult) and not gradient.name:
+        gradient.name = f"d_{value.name}"
 
 
 def _reduced(gradient: Value, shape: tuple[Dim, ...], op: str) -> Value:

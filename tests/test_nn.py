@@ -146,6 +146,24 @@ def test_checkpoints_of_transformers(model: str) -> None:
     torch.testing.assert_close(other.eval()(x), block(x), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("backend", ["reference", pytest.param("emulate", marks=pytest.mark.emulate)])
+def test_in_one_graph(backend: str) -> None:
+    layer = layer_of(BIASED, backend=backend)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
+    for tokens in (7, 11):
+        layer.zero_grad()
+        plain = layer(rows(tokens))
+        plain.hidden.square().sum().backward()
+        wanted = {n: p.grad.clone() for n, p in layer.named_parameters()}
+        layer.zero_grad()
+        found = compiled(rows(tokens))
+        found.hidden.square().sum().backward()
+        torch.testing.assert_close(found.hidden, plain.hidden, rtol=1e-5, atol=1e-5)
+        for name, parameter in layer.named_parameters():
+            torch.testing.assert_close(parameter.grad, wanted[name], rtol=1e-4, atol=1e-4, msg=name)
+
+
 def test_gradients_only_where_asked() -> None:
     """Frozen experts, with an adapter on the result of one of their products' inputs: a router that trains alone."""
     layer = layer_of(BIASED)
