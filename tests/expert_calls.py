@@ -114,7 +114,6 @@ KINDS: dict[str, mo.Experts] = {
     "odd": mo.Experts(7, 33, 17),
     "narrow": mo.Experts(3, 1, 1),
     "wide": mo.Experts(2, 40, 150),
-    "geglu": mo.Experts(*SIZES, activation="gelu_tanh"),
     "bias": mo.Experts(*SIZES, bias=True),
     "gpt_oss": mo.Experts(*SIZES, bias=True, transposed=True, interleaved=True, gating=GPT_OSS),
     "interleaved": mo.Experts(5, 21, 11, interleaved=True),

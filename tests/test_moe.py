@@ -119,7 +119,7 @@ def cotangent_for(*shape: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("backend", COMPILED)
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", [n for n in LAYERS if n not in ("losses", "local")])  # which others below run
 def test_values_and_gradients(name: str, backend: str) -> None:
     layer = LAYERS[name]
     given, cotangent = drawn(layer, 13, torch.float32), cotangent_for(13, H)

@@ -421,7 +421,7 @@ def test_simt_tiles_keep_a_negative_zero(run: Run) -> None:
 # MmaTile --------------------------------------------------------------------------------------------------------------
 
 MMA_SHAPES = ((32, 64, 32, 3, 64), (64, 128, 32, 2, 128), (32, 128, 64, 4, 128))
-MMA = [case for dtype in TYPES for case in drawn_cases("MmaTile", dtype, MMA_SHAPES)]
+MMA = [case for dtype in TYPES for case in drawn_cases("MmaTile", dtype, MMA_SHAPES)[:: 2 if dtype == "float" else 1]]
 
 
 @everywhere
@@ -443,7 +443,7 @@ def test_default_mma_tiles(run: Run, case: Case) -> None:
 
 WGMMA_SHAPES = ((64, 64, 64, 3, 128), (128, 128, 64, 3, 256), (128, 128, 64, 4, 128))
 WGMMA = [case for dtype in ("bf16", "half") for case in drawn_cases("WgmmaTile", dtype, WGMMA_SHAPES)]
-WGMMA = [case for case in WGMMA if case.n % 64 == 0]
+WGMMA = [case for case in WGMMA if case.n % 64 == 0][::2]  # the body of the instruction takes its time
 
 # Shapes for large products, and how many blocks of them share a multiprocessor.
 DEFAULT_WGMMA = {

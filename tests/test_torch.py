@@ -144,7 +144,7 @@ def test_one_graph_for_any_number_of_tokens(name: str, backend: str) -> None:
     router, device = ROUTERS[name], device_of(backend)
     layer = mo.compile(router, backend=backend)
     call = compiled(layer)
-    for seed, tokens in enumerate((5, 6, 128, 7)):
+    for seed, tokens in enumerate((5, 128, 7)):
         logits, others = logits_of(router, tokens, device=device, seed=seed), others_of(router, device, seed=seed)
         expected = step(layer, logits, others)
         assert equal(step(call, logits, others), expected)
