@@ -44,6 +44,8 @@ class SaveProducts(Pass):
         if not module.has_function(forward.name + SUFFIX):
             return False
         backward = module.function(forward.name + SUFFIX)
+        if not any(op.name.startswith("slot.") for op in backward.body.ops):
+            return False  # a router alone: choose-saved does it
         known = {key: value for value, key in value_keys(forward.body).items()}
         keys = value_keys(backward.body)
         kept: list[str] = []
@@ -56,8 +58,8 @@ class SaveProducts(Pass):
             if isinstance(value.op, slot.Dispatch):
                 hand_over(value)
         sweep(backward.body)
+        part = row_part(backward.body)
         for value in _repeated(backward.body, keys, known):
-            part = row_part(backward.body)
             users = backward.body.users(value)
             if isinstance(value.op, slot.Product):
                 if not self.recompute or any(user in part for user in users):
