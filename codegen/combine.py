@@ -8,10 +8,10 @@ from __future__ import annotations
 import math as python_math
 from dataclasses import dataclass
 
-from moesaic.codegen.elementwise import Region, aligned_rows, indented
+from moesaic.codegen.elementwise import Region, aligned_rows
 from moesaic.codegen.kernel import GeneratedKernel
 from moesaic.codegen.parameters import storage
-from moesaic.codegen.render import banner, render
+from moesaic.codegen.render import banner, indented, render
 from moesaic.codegen.row_program import register
 from moesaic.ir.core import Value
 from moesaic.ir.errors import InternalError, UnsupportedError

@@ -121,11 +121,6 @@ def aligned_rows(op: Kernel, index: int) -> int:
     return min(16, size & -size)
 
 
-def indented(lines: Iterable[str], spaces: int) -> list[str]:
-    """Preprocessor lines stay at the margin, as they do in the helpers."""
-    return [line if not line or line.startswith("#") else " " * spaces + line for line in lines]
-
-
 # Words that a value might be called and that mean something else in the text.
 _WORDS = """
     threadIdx blockIdx blockDim gridDim int float double bool char long short signed unsigned const auto void for if

@@ -427,11 +427,6 @@ def _flag(value: bool) -> str:
     return "true" if value else "false"
 
 
-def indented(lines: Sequence[str], spaces: int) -> list[str]:
-    """Preprocessor lines stay at the margin, as they do in the helpers."""
-    return [line if not line or line.startswith("#") else " " * spaces + line for line in lines]
-
-
 def check_target(op: Kernel, shape: ProductShape) -> None:
     """Checks that the target of a product has the instructions of its tile.
 

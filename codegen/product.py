@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math as python_math
 
-from moesaic.codegen.epilogue import Epilogue, Parameters, check_target, indented
+from moesaic.codegen.epilogue import Epilogue, Parameters, check_target
 from moesaic.codegen.kernel import GeneratedKernel
-from moesaic.codegen.render import banner, render
+from moesaic.codegen.render import banner, indented, render
 from moesaic.codegen.row_program import STORAGE, Line, comment
 from moesaic.ir.core import Op, OpResult, Value
 from moesaic.ir.errors import InternalError
@@ -230,7 +230,7 @@ class _Emitter:
         epilogue = Epilogue(self.parameters, self.columns, vector, (self.product.result, read), place)
         self.parameters.taken |= {place, "rows", "weight"}
         skip: list[Op] = [self.product]
-        if isinstance(self.product.x, OpResult):
+        if isinstance(self.product.x, OpResult) and self.region.users(self.product.x) == [self.product]:
             skip.append(self.product.x.op)
         epilogue.emit(skip)
         step = "tile.column(j) / 2" if self.halves and self.in_turn else "tile.column(j)"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moesaic.codegen.kernel import Argument, GeneratedKernel
-from moesaic.codegen.render import banner, render
+from moesaic.codegen.render import banner, indented, render
 from moesaic.codegen.target import WARP_THREADS, Target
 from moesaic.ir.attributes import format_attributes, format_float
 from moesaic.ir.core import BlockArgument, Constant, Op, OpResult, Value
@@ -138,9 +138,9 @@ class _Emitter:
         self._place_tables()
         parameters = vars(self.out) | {
             "bounds": f"kThreads, /*blocks per multiprocessor, at least=*/{self.config['resident']}",
-            "setup": _indented(_spaced(self.out.setup), 2),
-            "body": [line for section in self.out.body for line in _indented(["", *section], 4)],
-            "finish": _indented(self.out.finish, 2),
+            "setup": indented(_spaced(self.out.setup), 2),
+            "body": [line for section in self.out.body for line in indented(["", *section], 4)],
+            "finish": indented(self.out.finish, 2),
         }
         return GeneratedKernel(
             symbol=self.op.symbol,
@@ -1067,11 +1067,6 @@ def literal(value: float) -> str:
 
 def _spaced(lines: Sequence[str]) -> list[str]:
     return ["", *lines] if lines else []
-
-
-def _indented(lines: Sequence[str], spaces: int) -> list[str]:
-    """Preprocessor lines stay at the margin, as they do in the helpers."""
-    return [line if not line or line.startswith("#") else " " * spaces + line for line in lines]
 
 
 def _power_of_two_factor(n: int) -> int:

@@ -5,9 +5,9 @@ A warp has a row at a time. Dead rows get zeros.
 
 from __future__ import annotations
 
-from moesaic.codegen.epilogue import Epilogue, Parameters, columns_of, indented
+from moesaic.codegen.epilogue import Epilogue, Parameters, columns_of
 from moesaic.codegen.kernel import GeneratedKernel
-from moesaic.codegen.render import banner, render
+from moesaic.codegen.render import banner, indented, render
 from moesaic.codegen.row_program import STORAGE, Line
 from moesaic.ir.core import Block, Value
 from moesaic.ir.ops import slot

@@ -5,9 +5,9 @@ A thread has a pick. It reads the slot's numbers, adds up those that come in par
 
 from __future__ import annotations
 
-from moesaic.codegen.elementwise import Region, indented
+from moesaic.codegen.elementwise import Region
 from moesaic.codegen.kernel import GeneratedKernel
-from moesaic.codegen.render import banner, render
+from moesaic.codegen.render import banner, indented, render
 from moesaic.codegen.row_program import register
 from moesaic.ir.core import BlockArgument, Value
 from moesaic.ir.errors import InternalError, UnsupportedError

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math as python_math
 
-from moesaic.codegen.epilogue import Parameters, check_target, columns_of, indented
+from moesaic.codegen.epilogue import Parameters, check_target, columns_of
 from moesaic.codegen.kernel import GeneratedKernel
-from moesaic.codegen.render import banner, render
+from moesaic.codegen.render import banner, indented, render
 from moesaic.codegen.row_program import STORAGE, Line, comment, short_name
 from moesaic.ir.core import BlockArgument, OpResult, Value
 from moesaic.ir.errors import InternalError, UnsupportedError

@@ -349,7 +349,7 @@ class CompiledLayer:
             handle = self._other_dtype(logits.dtype)
         main_grads = inputs.pop("main_grads", None)
         if main_grads:
-            handle = self._into(handle, main_grads)
+            handle = self._into(handle, main_grads, inputs)
         signature = signature_of(handle)
         backend = resolve_backend(self._asked, logits.device.type, logits.dtype)
         tensors = _bind(signature, logits, inputs)
@@ -388,13 +388,14 @@ class CompiledLayer:
             ]
         return self._named(results)
 
-    def _into(self, handle: str, main_grads: object) -> str:
-        """The handle of the same function with a backward that adds gradients to sums."""
+    def _into(self, handle: str, main_grads: object, inputs: Mapping[str, Any]) -> str:
+        """The handle of the same function with a backward that adds gradients that are asked for to sums."""
         if torch.compiler.is_compiling():
             raise InputError("main_grads are written in place, outside of what torch.compile may see; call eagerly")
-        known = signature_of(handle).matrices
-        names = tuple(name for name in known if isinstance(main_grads, Mapping) and name in main_grads)
-        return program_into(program_by_key(handle).module, self._passes, names) if names else handle
+        known = signature_of(handle).matrices if isinstance(main_grads, Mapping) else ()
+        asked = (n for n in known if n in main_grads and getattr(inputs.get(n), "requires_grad", False))
+        names = tuple(asked)
+        return program_into(handle, self._passes, names) if names else handle
 
     def _named(self, results: Sequence[torch.Tensor]) -> Any:
         """The results of the function as the call's: outputs by name, then losses as a mapping."""

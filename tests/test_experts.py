@@ -254,6 +254,18 @@ def test_gradients_add_up_in_main_grads(dtype: torch.dtype, backend: str) -> Non
     check({n: mains[n].cpu() - start[n] for n in matrices}, sums, dtype)
 
 
+@pytest.mark.parametrize("backend", ["reference", *COMPILED])
+def test_a_frozen_matrix_adds_nothing_to_its_main_grad(backend: str) -> None:
+    experts, device = KINDS["bias"], device_of(backend)
+    inputs = {n: t.to(device) for n, t in tensors_for(experts, 13, TOP_K, torch.float32).items()}
+    inputs["x"].requires_grad_()
+    inputs["gate_up_proj"].requires_grad_()
+    mains = {n: torch.zeros_like(inputs[n]) for n in ("gate_up_proj", "down_proj")}
+    mo.compile(experts, backend=backend)(**inputs, main_grads=mains).square().sum().backward()
+    assert mains["gate_up_proj"].any() and not mains["down_proj"].any()
+    assert inputs["gate_up_proj"].grad is None and inputs["x"].grad is not None
+
+
 def test_main_grads_that_do_not_fit_are_refused() -> None:
     experts = KINDS["swiglu"]
     given = tensors_for(experts, 4, TOP_K, torch.float32)
