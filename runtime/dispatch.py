@@ -12,10 +12,7 @@ from moesaic.ir.ops.slot import ALIGNMENTS, SLOTS, stored
 from moesaic.ir.types import DType, tensor
 from moesaic.runtime.compile import CompiledLayer, compile
 from moesaic.runtime.made_once import made_once
-from moesaic.runtime.reference import TORCH_DTYPES
-
-_FLOATS = {t: d for d, t in TORCH_DTYPES.items() if d.is_float}
-_INDICES = {torch.int16: DType.I16, torch.int32: DType.I32, torch.int64: DType.I64}
+from moesaic.runtime.reference import FLOATS, INDICES
 
 
 class Dispatch(NamedTuple):
@@ -65,13 +62,11 @@ def dispatch(
     """
     if not isinstance(indices, torch.Tensor):
         raise InputTypeError(f"indices must be a tensor, found {type(indices).__name__}")
-    if indices.dtype not in _INDICES:
+    if indices.dtype not in INDICES:
         raise InputError(f"indices must be int16, int32 or int64, found {str(indices.dtype).removeprefix('torch.')}")
     if indices.dim() < 1 or indices.shape[-1] < 1:
         raise InputError(f"indices must have shape [..., K] with K >= 1, found {list(indices.shape)}")
-    layer = _dispatch_layer(
-        _INDICES[indices.dtype].value, indices.shape[-1], num_experts, align, capacity, pad, backend
-    )
+    layer = _dispatch_layer(INDICES[indices.dtype].value, indices.shape[-1], num_experts, align, capacity, pad, backend)
     return Dispatch(*layer(indices))
 
 
@@ -95,12 +90,12 @@ def combine(
     for name, given in (("x", x), ("weights", weights)):
         if given is not None and not isinstance(given, torch.Tensor):
             raise InputTypeError(f"{name} must be a tensor, found {type(given).__name__}")
-        if given is not None and given.dtype not in _FLOATS:
+        if given is not None and given.dtype not in FLOATS:
             raise InputError(f"{name} must be floats, found {str(given.dtype).removeprefix('torch.')}")
     if x.dim() != 2 or x.shape[0] != dispatched.tokens.shape[0]:
         raise InputError(f"x must have shape [{dispatched.tokens.shape[0]}, n], found {list(x.shape)}")
-    weighted = "" if weights is None else _FLOATS[weights.dtype].value
-    layer = _combine_layer(_FLOATS[x.dtype].value, x.shape[1], dispatched.slots.shape[-1], weighted, backend)
+    weighted = "" if weights is None else FLOATS[weights.dtype].value
+    layer = _combine_layer(FLOATS[x.dtype].value, x.shape[1], dispatched.slots.shape[-1], weighted, backend)
     given = {"x": x, "tokens": dispatched.tokens}
     if weights is not None:
         given |= {"picks": dispatched.picks, "weights": weights}

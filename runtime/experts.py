@@ -13,9 +13,8 @@ from moesaic.ir.experts import Experts
 from moesaic.ir.types import DType
 from moesaic.runtime import compile as compiling
 from moesaic.runtime.made_once import made_once
-from moesaic.runtime.per_call import FLOATS, PerCall, autocast_dtype, check_slots, check_tensor, shown
-
-_INDICES = {torch.int16: "i16", torch.int32: "i32", torch.int64: "i64"}
+from moesaic.runtime.per_call import PerCall, autocast_dtype, check_slots, check_tensor, shown
+from moesaic.runtime.reference import FLOATS, INDICES
 
 
 @made_once
@@ -81,7 +80,7 @@ class CompiledExperts(PerCall):
     def _layer_for(self, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> compiling.CompiledLayer:
         declared = self._declared
         dtype = self._check_x(x, declared.dtype)
-        if indices.dtype not in _INDICES:
+        if indices.dtype not in INDICES:
             raise InputError(f"indices must be int16, int32 or int64, found {shown(indices.dtype)}")
         if weights.dtype not in FLOATS:
             raise InputError(f"weights must be floats, found {shown(weights.dtype)}")
@@ -93,8 +92,8 @@ class CompiledExperts(PerCall):
             declared,
             dtype,
             indices.shape[-1],
-            _INDICES[indices.dtype],
-            FLOATS[weights.dtype],
+            INDICES[indices.dtype].value,
+            FLOATS[weights.dtype].value,
             self._target,
             self._asked,
             self._passes,

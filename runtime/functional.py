@@ -20,9 +20,8 @@ from moesaic.ir.ops import math
 from moesaic.ir.types import DType, symbol, tensor
 from moesaic.runtime.compile import CompiledLayer, as_number, compile
 from moesaic.runtime.made_once import made_once
-from moesaic.runtime.reference import TORCH_DTYPES
+from moesaic.runtime.reference import FLOATS
 
-FLOATS = {t: d for d, t in TORCH_DTYPES.items() if d.is_float}
 """Types that rows can have."""
 
 

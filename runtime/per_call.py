@@ -13,14 +13,13 @@ from moesaic.ir.experts import Experts
 from moesaic.ir.ops.slot import slots_needed
 from moesaic.ir.types import DType
 from moesaic.runtime import compile as compiling
-from moesaic.runtime.reference import TORCH_DTYPES
+from moesaic.runtime.reference import FLOATS, TORCH_DTYPES
 
 if TYPE_CHECKING:
     from moesaic.codegen.kernel import GeneratedKernel
     from moesaic.codegen.resources import Resources
     from moesaic.runtime.memory import Memory
 
-FLOATS = {t: d.value for d, t in TORCH_DTYPES.items() if d.is_float}
 MOST_SLOTS = 2**31 - 1
 """Picks and slots are numbered in 32 bits."""
 
@@ -68,7 +67,7 @@ class PerCall:
                 )
         if x.dtype not in FLOATS:
             raise InputError(f"x must be bf16, fp16 or fp32, found {shown(x.dtype)}")
-        return FLOATS[x.dtype]
+        return FLOATS[x.dtype].value
 
     def _asked_dtype(self, given: torch.dtype | str | None, declared: str | None) -> DType:
         asked = given if given is not None else declared

@@ -26,6 +26,11 @@ TORCH_DTYPES = {
     DType.I64: torch.int64,
 }
 
+DTYPES = {torch_dtype: dtype for dtype, torch_dtype in TORCH_DTYPES.items()}
+FLOATS = {torch_dtype: dtype for torch_dtype, dtype in DTYPES.items() if dtype.is_float}
+INDICES = {t: DTYPES[t] for t in (torch.int16, torch.int32, torch.int64)}
+"""What ids of experts may be."""
+
 
 class TorchArrays:
     """The array namespace of ``moesaic.ir.arrays`` over torch tensors."""

@@ -15,9 +15,7 @@ from moesaic.ir.ops.slot import SLOTS, stored
 from moesaic.ir.types import DType, tensor
 from moesaic.runtime.compile import CompiledLayer, compile
 from moesaic.runtime.made_once import made_once
-from moesaic.runtime.reference import TORCH_DTYPES
-
-_NAMES = {t: d.value for d, t in TORCH_DTYPES.items()}
+from moesaic.runtime.reference import DTYPES
 
 
 def split_experts(
@@ -39,13 +37,13 @@ def split_experts(
             ``up_bias`` [E, n] and ``down_bias`` [E, H], all in the type of x.
         function: f, from [M, n] to [M, I], a row at a time.
     """
-    dtype, biased = _NAMES[x.dtype], "up_bias" in matrices
+    dtype, biased = DTYPES[x.dtype].value, "up_bias" in matrices
     shape = tuple(matrices["up"].shape)
-    common = (dtype, indices.shape[-1], _NAMES[indices.dtype])
+    common = (dtype, indices.shape[-1], DTYPES[indices.dtype].value)
     before = _before(*common, shape, transposed, biased, backend)
     biases = {"up_bias": matrices["up_bias"]} if biased else {}
     h, counts, offsets, tokens, picks, slots = before(x, indices=indices, up=matrices["up"], **biases)
-    after = _after(*common, _NAMES[weights.dtype], tuple(matrices["down"].shape), transposed, biased, backend)
+    after = _after(*common, DTYPES[weights.dtype].value, tuple(matrices["down"].shape), transposed, biased, backend)
     biases = {"down_bias": matrices["down_bias"]} if biased else {}
     groups = {"counts": counts, "offsets": offsets, "tokens": tokens, "picks": picks}
     y: torch.Tensor = after(slots, weights=weights, a=function(h), down=matrices["down"], **groups, **biases)[0]

@@ -13,8 +13,9 @@ from moesaic.ir.losses import check_number
 from moesaic.ir.ops import math
 from moesaic.ir.types import DType, symbol, tensor
 from moesaic.runtime.compile import CompiledLayer, compile
-from moesaic.runtime.functional import FLOATS, backend_for, normalized
+from moesaic.runtime.functional import backend_for, normalized
 from moesaic.runtime.made_once import made_once
+from moesaic.runtime.reference import FLOATS
 
 EPSILON = 1e-20
 """Transformer Engine's, added to the sums that scores are divided by."""
