@@ -4,6 +4,37 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moesaic.ir.errors import InternalError
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """How the copy engine finds boxes of an operand [matrices, rows, columns] of 16-bit elements.
+
+    The lines of a box, 128 bytes each, land in shared memory with the swizzle of 128 bytes; what lies outside the
+    operand lands as zeros. Address and strides of the operand are multiples of 16 bytes. Where the operand has no rows,
+    the kernel gets a map all zero, and must not use it.
+
+    Attributes:
+        columns: elements of a row.
+        rows: rows of a matrix; 0: as many as an operand [rows, columns] has, known at launch.
+        matrices: of the operand; 1 where it is [rows, columns].
+        box_columns, box_rows: of a box, which lies in one matrix: 64, and 1 to 256.
+        element: ``bf16`` or ``f16``.
+    """
+
+    columns: int
+    rows: int
+    matrices: int
+    box_rows: int
+    box_columns: int = 64
+    element: str = "bf16"
+
+    def __post_init__(self) -> None:
+        sizes = self.columns > 0 and self.rows >= 0 and self.matrices > 0
+        if not sizes or self.box_columns != 64 or not 0 < self.box_rows <= 256 or self.element not in ("bf16", "f16"):
+            raise InternalError(f"the copy engine cannot read by {self}")
+
 
 @dataclass(frozen=True)
 class Argument:
@@ -11,11 +42,17 @@ class Argument:
 
     Kinds: ``pointer`` (address of operand `operand`), ``stride`` (elements between rows of operand `operand`),
     ``inner_stride`` (elements between rows of the matrices of operand `operand`), ``tokens`` (T), ``rows`` (the number
-    of rows of operand `operand`: of partial rows, of sequences, of slots).
+    of rows of operand `operand`: of partial rows, of sequences, of slots),
+    ``tensor_map`` (`map` of operand `operand`, by value: ``const __grid_constant__ moesaic::TensorMap``).
     """
 
     kind: str
     operand: int = -1
+    map: TensorMap | None = None
+
+    def __post_init__(self) -> None:
+        if (self.kind == "tensor_map") != (self.map is not None):
+            raise InternalError(f"a kernel's argument is a tensor map, or has none: {self}")
 
 
 @dataclass(frozen=True)
@@ -34,6 +71,8 @@ class GeneratedKernel:
         blocks, blocks_per_sequence: a fixed grid has the sum of the first and, for each sequence, the second.
         by_sequence: whether each sequence has as many blocks of its own as any other.
         shared_bytes: dynamic shared memory of a block, in bytes.
+        cluster: blocks of a cluster, as the text's ``__cluster_dims__`` say; 1 without. A grid of ``device`` has whole
+            clusters. The emulator runs every block as a cluster of its own.
     """
 
     symbol: str
@@ -46,3 +85,4 @@ class GeneratedKernel:
     blocks_per_sequence: int = 0
     by_sequence: bool = False
     shared_bytes: int = 0
+    cluster: int = 1

@@ -15,7 +15,7 @@ import struct
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from moesaic.codegen.target import Target
 from moesaic.ir.errors import InternalError, MoesaicError, ToolchainError, suggestion
@@ -61,6 +61,12 @@ _STICKY = {
     "CUDA_ERROR_ASSERT",
 }
 
+# Of CUtensorMapDataType, CUtensorMapSwizzle and CUtensorMapL2promotion; ``launcher.cpp`` has the last two, too.
+TENSOR_MAP_TYPES = {"f16": 6, "bf16": 9}
+"""Numbers of the element types of tensor maps."""
+_SWIZZLE_128B, _PROMOTE_256B = 3, 3
+_ELEMENT_BYTES = 2
+
 _lock = threading.Lock()
 _bindings_loaded: Any = None
 _devices: dict[int, Device] = {}
@@ -83,6 +89,84 @@ class Device:
     def target(self) -> Target:
         """The best target for this GPU. Raises `UnsupportedError` for a GPU that is too old or not known yet."""
         return Target.from_capability(*self.capability)
+
+
+class TensorBoxes(NamedTuple):
+    """What a tensor map says: where the copy engine finds boxes of matrices of 16-bit elements.
+
+    `rows` are those of a matrix; without any, there is nothing to find, and the address need not be one. `row_bytes`
+    and `matrix_bytes` are distances; `data_type` is one of `TENSOR_MAP_TYPES`. ``launcher.cpp`` has the same fields.
+    """
+
+    address: int
+    columns: int
+    rows: int
+    matrices: int
+    row_bytes: int
+    matrix_bytes: int
+    box_columns: int
+    box_rows: int
+    data_type: int
+
+    @property
+    def dims(self) -> tuple[int, int, int]:
+        return self.columns, self.rows, self.matrices
+
+    @property
+    def strides(self) -> tuple[int, int]:
+        return self.row_bytes, self.matrix_bytes
+
+    @property
+    def box(self) -> tuple[int, int, int]:
+        return self.box_columns, self.box_rows, 1
+
+    def check(self) -> None:
+        """Raises `InternalError` if address or distances are not multiples of 16 bytes."""
+        if self.rows and (self.address | self.row_bytes | self.matrix_bytes) % 16:
+            raise InternalError(
+                f"a tensor map needs address and strides in multiples of 16 bytes: it has {self._found}"
+            )
+
+    def failed(self, code: int) -> MoesaicError:
+        """The error of ours for what the driver said to it."""
+        return fault(code, f"encode a tensor map of {self._found}")
+
+    @property
+    def _found(self) -> str:
+        return (
+            f"address {self.address:#x}, dimensions {self.dims}, strides of {self.strides} bytes, boxes {self.box} and "
+            f"data type {self.data_type}"
+        )
+
+
+def encode_tensor_map(boxes: TensorBoxes) -> bytes:
+    """The 128 bytes that a kernel takes by value; all zero where there are no rows. A context has to be current.
+
+    Raises `InternalError` for an address or strides that cannot be, and for what else the driver reports.
+    """
+    if not boxes.rows:
+        return bytes(128)
+    boxes.check()
+    # Not through the bindings: the driver wants the map aligned to 64 bytes, and theirs lies anywhere.
+    buffer = ctypes.create_string_buffer(128 + _BUFFER_ALIGNMENT)
+    base = -ctypes.addressof(buffer) % _BUFFER_ALIGNMENT
+    code = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
+        ctypes.c_void_p(ctypes.addressof(buffer) + base),
+        ctypes.c_int(boxes.data_type),
+        ctypes.c_uint32(3),
+        ctypes.c_void_p(boxes.address),
+        (ctypes.c_uint64 * 3)(*boxes.dims),
+        (ctypes.c_uint64 * 2)(*boxes.strides),
+        (ctypes.c_uint32 * 3)(*boxes.box),
+        (ctypes.c_uint32 * 3)(1, 1, 1),
+        ctypes.c_int(0),  # not interleaved
+        ctypes.c_int(_SWIZZLE_128B),
+        ctypes.c_int(_PROMOTE_256B),
+        ctypes.c_int(0),  # zeros outside
+    )
+    if code != 0:
+        raise boxes.failed(code)
+    return buffer.raw[base : base + 128]
 
 
 class Arguments:

@@ -7,7 +7,9 @@ order, strides, grids and workspace as the GPU.
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from types import ModuleType
@@ -16,10 +18,11 @@ from typing import Any
 import torch
 
 from moesaic.codegen import nvrtc
-from moesaic.codegen.kernel import GeneratedKernel
+from moesaic.codegen.kernel import Argument, GeneratedKernel, TensorMap
 from moesaic.codegen.target import Target
 from moesaic.ir.core import Function
 from moesaic.ir.errors import InputError, InternalError
+from moesaic.ir.types import TensorType
 from moesaic.runtime import driver, launcher
 from moesaic.runtime.kernels import compiled_kernel, source_of
 from moesaic.runtime.locks import KeyedLocks
@@ -75,7 +78,10 @@ ARGUMENTS: dict[str, Callable[[Sequence[torch.Tensor], int, int], int]] = {
     "rows": lambda operands, number, tokens: operands[number].shape[0],
 }
 """What a kernel's argument of a kind is, from all operands, the number of its own, and T; ``launcher.cpp`` has the same
-table."""
+table. Tensor maps are not here: see `_Boxes`."""
+
+Value = int | driver.TensorBoxes
+"""An argument of a launch."""
 
 
 class Loaded:
@@ -85,7 +91,7 @@ class Loaded:
     """Blocks that a persistent grid should have at most."""
 
     def launch(
-        self, grid: Grid, stream: int, values: Sequence[int], tensors: Sequence[torch.Tensor], read: frozenset[int]
+        self, grid: Grid, stream: int, values: Sequence[Value], tensors: Sequence[torch.Tensor], read: frozenset[int]
     ) -> None:
         """Launches with the argument values; `tensors` are all operands of the plan, those numbered in `read` only
         read."""
@@ -111,10 +117,11 @@ class Prepared:
         self.tokens_from = rows["T"]
         self.sequences_from = rows.get("N", -1)
         self.slots_from = rows.get("M", -1)
+        types = [declared.type for declared in (*plan.inputs, *plan.buffers)]
         self.steps = [
             _Step(
                 kernel,
-                tuple((a.kind, -1 if a.operand < 0 else step.operands[a.operand]) for a in step.kernel.arguments),
+                tuple(_argument(a, step.operands, types) for a in step.kernel.arguments),
                 _Blocks.of(step.kernel, kernel.most_blocks),
                 step.blocks_symbol,
             )
@@ -141,7 +148,10 @@ class Prepared:
                 tensors.append(tensors[len(inputs) + slot.reuses].view(slot.dtype).view(shape))
         for step, grid in zip(self.steps, sized.grids, strict=True):
             if grid[0]:
-                values = [ARGUMENTS[kind](tensors, number, tokens) for kind, number in step.arguments]
+                values = [
+                    ARGUMENTS[kind](tensors, number, tokens) if boxes is None else boxes(tensors[number])
+                    for kind, number, boxes in step.arguments
+                ]
                 step.loaded.launch(grid, stream, values, tensors, self.read)
         return [tensors[i] for i in self.results]
 
@@ -179,7 +189,7 @@ class Prepared:
                     launch.config_address,
                     int(launch.kernel.function),
                     astuple(step.blocks),
-                    step.arguments,
+                    tuple((kind, n) for kind, n, _ in step.arguments),
                 )
                 for step, launch in zip(self.steps, launches, strict=True)
             ),
@@ -283,12 +293,62 @@ class _Blocks:
 
 
 @dataclass(frozen=True, slots=True)
+class _Boxes:
+    """A `TensorMap` as a launch makes it of an operand; ``launcher.cpp`` has the same formula.
+
+    `data_type` is the driver's number, `stacked` says whether the operand has a dimension of matrices.
+    """
+
+    columns: int
+    rows: int
+    matrices: int
+    box_columns: int
+    box_rows: int
+    data_type: int
+    stacked: bool
+
+    @classmethod
+    def of(cls, map: TensorMap, type: TensorType) -> _Boxes:
+        stacked = type.rank == 3
+        if type.dtype.value != map.element or (not map.rows if stacked else type.rank != 2 or map.matrices != 1):
+            raise InternalError(f"{map} is none of {type}")
+        number = driver.TENSOR_MAP_TYPES[map.element]
+        return cls(map.columns, map.rows, map.matrices, map.box_columns, map.box_rows, number, stacked)
+
+    def __call__(self, tensor: torch.Tensor) -> driver.TensorBoxes:
+        rows = self.rows or tensor.shape[0]
+        row_bytes = 2 * tensor.stride(1 if self.stacked else 0)
+        boxes = driver.TensorBoxes(
+            tensor.data_ptr(),
+            self.columns,
+            rows,
+            self.matrices,
+            row_bytes,
+            rows * row_bytes if self.matrices == 1 else 2 * tensor.stride(0),
+            self.box_columns,
+            self.box_rows,
+            self.data_type,
+        )
+        boxes.check()
+        return boxes
+
+
+Bound = tuple[str, int, _Boxes | None]
+"""An argument as a call makes it: its kind, the number of its operand, and a tensor map's boxes."""
+
+
+def _argument(argument: Argument, operands: Sequence[int], types: Sequence[TensorType]) -> Bound:
+    """That of a step on the operands of those numbers; `types` are those of all operands of the plan."""
+    number = -1 if argument.operand < 0 else operands[argument.operand]
+    return argument.kind, number, None if argument.map is None else _Boxes.of(argument.map, types[number])
+
+
+@dataclass(frozen=True, slots=True)
 class _Step:
-    """A launch as a call makes it: each argument is a kind and the number of an operand; `symbol` names the number of
-    blocks where a buffer has as many rows."""
+    """A launch as a call makes it; `symbol` names the number of blocks where a buffer has as many rows."""
 
     loaded: Loaded
-    arguments: tuple[tuple[str, int], ...]
+    arguments: tuple[Bound, ...]
     blocks: _Blocks
     symbol: str
 
@@ -455,19 +515,30 @@ class CudaRunner(Runner):
             return prepared.run(inputs, torch._C._cuda_getCurrentRawStream(index))
 
 
+_CUDA_KINDS = {"pointer": driver.POINTER, "tensor_map": "tensormap"}
+
+
 class _CudaKernel(Loaded):
     def __init__(self, kernel: GeneratedKernel, ordinal: int) -> None:
         target = driver.device_target(ordinal)
         module = driver.Module.load(compiled_kernel(kernel, target).cubin, kernel.symbol, ordinal)
-        kinds = [driver.POINTER if a.kind == "pointer" else "i64" for a in kernel.arguments]
+        kinds = [_CUDA_KINDS.get(a.kind, "i64") for a in kernel.arguments]
         shared = module.kernel.static_shared_bytes + kernel.shared_bytes
         resident = target.occupancy(module.kernel.registers, shared, kernel.threads)
-        self.most_blocks = max(1, resident) * driver.device(ordinal).sm_count
+        clusters = max(1, resident) * driver.device(ordinal).sm_count // kernel.cluster
+        self.most_blocks = max(1, clusters) * kernel.cluster
+        self._maps = tuple(i for i, a in enumerate(kernel.arguments) if a.map is not None)
+        self._encoded = functools.lru_cache(maxsize=64)(driver.encode_tensor_map)  # mostly, tensors come again
         self._launch = module.kernel.prepare((kernel.threads, 1, 1), kernel.shared_bytes, kinds)
 
     def launch(
-        self, grid: Grid, stream: int, values: Sequence[int], tensors: Sequence[torch.Tensor], read: frozenset[int]
+        self, grid: Grid, stream: int, values: Sequence[Value], tensors: Sequence[torch.Tensor], read: frozenset[int]
     ) -> None:
+        if self._maps:
+            packed: list[Any] = [*values]
+            for i in self._maps:
+                packed[i] = self._encoded(packed[i])
+            values = packed
         self._launch(grid, stream, *values)
 
     def native_launch(self) -> driver.Launch:
@@ -506,19 +577,21 @@ class _EmulatedKernel(Loaded):
         self._emulated = build(source_of(kernel), kernel.symbol, nvrtc.helper_include_dirs())
 
     def launch(
-        self, grid: Grid, stream: int, values: Sequence[int], tensors: Sequence[torch.Tensor], read: frozenset[int]
+        self, grid: Grid, stream: int, values: Sequence[Value], tensors: Sequence[torch.Tensor], read: frozenset[int]
     ) -> None:
         from moesaic.runtime.emulator import Buffer
 
+        addresses = {v if isinstance(v, int) else v.address for v in values}
         buffers = []
         for number, tensor in enumerate(tensors):
-            if tensor.numel() and tensor.data_ptr() in values:
+            if tensor.numel() and tensor.data_ptr() in addresses:
                 span = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
                 name, size = f"operand {number}", span * tensor.element_size()
                 buffers.append(Buffer(tensor.data_ptr(), size, name, writable=number not in read))
         threads = (self._kernel.threads, 1, 1)
         shared, order = self._kernel.shared_bytes, self._runner.order
-        self._emulated.launch(grid, threads, list(values), shared_bytes=shared, buffers=buffers, order=order)
+        given = [v if isinstance(v, int) else struct.pack("=Q7q64x", *v[:8]) for v in values]  # as tensor_map.cuh says
+        self._emulated.launch(grid, threads, given, shared_bytes=shared, buffers=buffers, order=order)
 
 
 RUNNERS: dict[str, Runner] = {"cuda": CudaRunner(), "emulate": EmulatedRunner()}

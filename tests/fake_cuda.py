@@ -23,6 +23,29 @@ fake.fake_name.argtypes = [ctypes.c_void_p]
 fake.fake_use_stream.argtypes = [ctypes.c_void_p]
 
 
+class Map(ctypes.Structure):
+    """What the fake driver makes a tensor map of: what it was encoded from."""
+
+    _fields_ = [
+        ("address", ctypes.c_uint64),
+        ("dims", ctypes.c_uint64 * 3),
+        ("strides", ctypes.c_uint64 * 2),
+        ("box", ctypes.c_uint32 * 3),
+        ("element_strides", ctypes.c_uint32 * 3),
+        ("type", ctypes.c_uint32),
+        ("rank", ctypes.c_uint32),
+        ("interleave", ctypes.c_uint32),
+        ("swizzle", ctypes.c_uint32),
+        ("promotion", ctypes.c_uint32),
+        ("fill", ctypes.c_uint32),
+        ("unused", ctypes.c_uint64 * 4),
+    ]
+
+    def shape(self) -> tuple[int, ...]:
+        """Dimensions, strides in bytes, box, type."""
+        return (*self.dims, *self.strides, *self.box, self.type)
+
+
 class _Record(ctypes.Structure):
     _fields_ = [
         ("function", ctypes.c_void_p),
@@ -31,6 +54,8 @@ class _Record(ctypes.Structure):
         ("grid", ctypes.c_uint * 3),
         ("block", ctypes.c_uint * 3),
         ("arguments", ctypes.c_uint64 * 32),
+        ("map_count", ctypes.c_int),
+        ("maps", Map * 4),
     ]
 
 
@@ -39,7 +64,7 @@ fake.fake_records.restype = ctypes.POINTER(_Record)
 
 @dataclass(frozen=True)
 class Launched:
-    """One launch as the driver saw it."""
+    """One launch as the driver saw it; among the arguments, tensor maps are 0."""
 
     kernel: str
     stream: int
@@ -47,6 +72,7 @@ class Launched:
     grid: tuple[int, ...]
     block: tuple[int, ...]
     arguments: tuple[int, ...]
+    maps: tuple[Map, ...]
 
 
 def launches() -> list[Launched]:
@@ -56,7 +82,7 @@ def launches() -> list[Launched]:
     return [
         Launched(
             fake.fake_name(r.function).decode(), r.stream or 0, r.context or 0, tuple(r.grid), tuple(r.block),
-            tuple(r.arguments),
+            tuple(r.arguments), tuple(Map.from_buffer_copy(m) for m in r.maps[: r.map_count]),
         )
         for r in records[: count.value]
     ]  # fmt: skip
@@ -74,7 +100,8 @@ class FakeCudaRunner(execute.CudaRunner):
         pass
 
     def load(self, kernel: GeneratedKernel, device: torch.device) -> execute.Loaded:
-        fake.fake_kernel(kernel.symbol.encode(), len(kernel.arguments))
+        maps = sum(1 << i for i, a in enumerate(kernel.arguments) if a.map is not None)
+        fake.fake_kernel(kernel.symbol.encode(), len(kernel.arguments), maps)
         return execute._CudaKernel(kernel, 0)
 
     def enter(self, prepared: execute.Prepared, inputs: Sequence[torch.Tensor], index: int) -> list[torch.Tensor]:

@@ -16,17 +16,27 @@ typedef struct {
 
 static __thread Handle contexts[16];
 static __thread int depth;
-static int allowed_shared, unloads, failure;
+static int allowed_shared, unloads, failure, encode_failure, encodes;
 static char last[512];
 
-// Kernels that a test has named, with the number of their arguments, all of 8 bytes.
-static struct { char name[200]; int arguments; } kernels[1024];
+// Kernels that a test has named, with the number of their arguments, of 8 bytes each but for those that are tensor maps.
+static struct { char name[200]; int arguments; unsigned maps; } kernels[1024];
 static int kernel_count;
+
+// What a tensor map was encoded from, in the place of what the driver makes of it.
+typedef struct {
+  uint64_t address, dims[3], strides[2];
+  uint32_t box[3], element_strides[3], type, rank, interleave, swizzle, promotion, fill;
+  uint64_t unused[4];
+} Map;
+_Static_assert(sizeof(Map) == 128, "the size of CUtensorMap");
 
 typedef struct {
   Handle function, stream, context;
   unsigned grid[3], block[3];
   uint64_t arguments[32];
+  int map_count;
+  Map maps[4];
 } Record;
 static Record records[4096];
 static int record_count;
@@ -78,8 +88,11 @@ Result cuLaunchKernelEx(const Config* c, Handle function, void** p, void** extra
     Record record = {function, c->stream, depth ? contexts[depth - 1] : 0};
     memcpy(record.grid, c->grid, sizeof record.grid);
     memcpy(record.block, c->block, sizeof record.block);
-    for (int i = 0; i < kernels[(__typeof__(&kernels[0]))function - kernels].arguments; ++i)
-      record.arguments[i] = *(uint64_t*)p[i];
+    const __typeof__(&kernels[0]) kernel = function;
+    for (int i = 0; i < kernel->arguments; ++i) {
+      if (kernel->maps >> i & 1) memcpy(&record.maps[record.map_count++], p[i], sizeof(Map));
+      else record.arguments[i] = *(uint64_t*)p[i];
+    }
     pthread_mutex_lock(&records_lock);
     if (record_count < 4096) records[record_count++] = record;
     pthread_mutex_unlock(&records_lock);
@@ -92,13 +105,40 @@ Result cuLaunchKernelEx(const Config* c, Handle function, void** p, void** extra
   return 0;
 }
 
+// Refuses what the driver is documented to refuse. Nothing it does needs a GPU, but a context.
+Result cuTensorMapEncodeTiled(void* encoded, int type, uint32_t rank, void* address, const uint64_t* dims,
+                              const uint64_t* strides, const uint32_t* box, const uint32_t* element_strides,
+                              int interleave, int swizzle, int promotion, int fill) {
+  Map map = {(uint64_t)(uintptr_t)address};
+  if (!depth) return 201;
+  if (encode_failure) return encode_failure;
+  if ((uintptr_t)encoded % 64 || rank != 3 || !address || (uintptr_t)address % 16) return 1;
+  for (int i = 0; i < 3; ++i) {
+    if (!dims[i] || dims[i] > 1ull << 32 || !box[i] || box[i] > 256 || element_strides[i] != 1) return 1;
+    map.dims[i] = dims[i], map.box[i] = box[i], map.element_strides[i] = element_strides[i];
+  }
+  for (int i = 0; i < 2; ++i) {
+    if (strides[i] % 16 || strides[i] >= 1ull << 40) return 1;
+    map.strides[i] = strides[i];
+  }
+  if (swizzle == 3 && box[0] * 2 > 128) return 1;
+  map.type = type, map.rank = rank, map.interleave = interleave, map.swizzle = swizzle, map.promotion = promotion;
+  map.fill = fill;
+  memcpy(encoded, &map, sizeof map);
+  __atomic_fetch_add(&encodes, 1, __ATOMIC_RELAXED);
+  return 0;
+}
+
 const char* fake_last(void) { return last; }
 int fake_allowed_shared(void) { return allowed_shared; }
 int fake_depth(void) { return depth; }
 int fake_unloads(void) { return unloads; }
 void fake_fail(int result) { failure = result; }
-void fake_kernel(const char* name, int arguments) {
+void fake_fail_encode(int result) { encode_failure = result; }
+int fake_encodes(void) { return encodes; }
+void fake_kernel(const char* name, int arguments, unsigned maps) {  // bit i of `maps`: argument i is one, of 4 at most
   strncpy(kernels[kernel_count].name, name, sizeof kernels[0].name - 1);
+  kernels[kernel_count].maps = maps;
   kernels[kernel_count++].arguments = arguments;
 }
 const Record* fake_records(int* count) { *count = record_count; record_count = 0; return records; }

@@ -254,6 +254,43 @@ print(json.dumps([*said, fake.fake_depth(), fake.fake_unloads() - before]))
     assert found[-2:] == [0, 1]
 
 
+def test_a_tensor_map_is_encoded_as_it_was_asked_for(fake_driver: Path) -> None:
+    found = _with_fake(
+        fake_driver,
+        """
+boxes = driver.TensorBoxes(0x10020, 72, 5, 3, 160, 960, 64, 128, driver.TENSOR_MAP_TYPES["bf16"])
+def outcome(boxes): return error(lambda: driver.encode_tensor_map(boxes))
+before = outcome(boxes)
+with driver.current(0):
+    encoded = [driver.encode_tensor_map(boxes) for _ in range(20)]  # wherever memory for it comes to lie
+    said = [outcome(boxes._replace(**{n: 24})) for n in ("address", "row_bytes", "matrix_bytes")]
+    said.append(outcome(boxes._replace(box_rows=257)))
+    fake.fake_fail_encode(1); said.append(outcome(boxes)); fake.fake_fail_encode(0)
+    empty = driver.encode_tensor_map(boxes._replace(rows=0, address=0, matrix_bytes=0))
+print(json.dumps([len(set(encoded)), encoded[0].hex(), empty.hex(), before, *said]))
+""",
+    )
+    assert found[0] == 1
+    #  address, dimensions and strides; box, element strides, bf16, rank 3, interleave, swizzle, promotion, fill
+    words = struct.unpack("=6Q12I", bytes.fromhex(found[1])[: 6 * 8 + 12 * 4])
+    assert words == (0x10020, 72, 5, 3, 160, 960, 64, 128, 1, 1, 1, 1, 9, 3, 0, 3, 3, 0)
+    assert bytes.fromhex(found[2]) == bytes(128)
+    assert "CUDA_ERROR_INVALID_CONTEXT" in found[3]
+    what = ("address {}, dimensions (72, 5, 3), strides of ({}, {}) bytes", "boxes (64, {}, 1) and data type 9")
+    for message, *values in zip(
+        found[4:],
+        ("0x18", "0x10020", "0x10020", "0x10020", "0x10020"),
+        (160, 24, 160, 160, 160),
+        (960, 960, 24, 960, 960),
+        (128, 128, 128, 257, 128),
+        strict=True,
+    ):
+        assert message.startswith("InternalError: ")
+        assert what[0].format(*values[:3]) in message and what[1].format(values[3]) in message
+    assert all("multiples of 16 bytes" in message for message in found[4:7])
+    assert all("could not encode" in message and "CUDA_ERROR_INVALID_VALUE" in message for message in found[7:])
+
+
 def test_threads_may_share_a_launch(fake_driver: Path) -> None:
     found = _with_fake(
         fake_driver,
