@@ -43,7 +43,8 @@ class Argument:
     Kinds: ``pointer`` (address of operand `operand`), ``stride`` (elements between rows of operand `operand`),
     ``inner_stride`` (elements between rows of the matrices of operand `operand`), ``tokens`` (T), ``rows`` (the number
     of rows of operand `operand`: of partial rows, of sequences, of slots),
-    ``tensor_map`` (`map` of operand `operand`, by value: ``const __grid_constant__ moesaic::TensorMap``).
+    ``tensor_map`` (`map` of operand `operand`, by value: ``const __grid_constant__ moesaic::TensorMap``; a kernel has 8
+    of them at most).
     """
 
     kind: str

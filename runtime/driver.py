@@ -473,17 +473,18 @@ def device(ordinal: int) -> Device:
         return _devices[ordinal]
 
 
-def entry_points(ordinal: int) -> tuple[int, int, int, int, int]:
-    """What native code launches with: the addresses of the driver's functions to launch and to ask for, push and pop
-    the current context, and the context of GPU `ordinal`.
+def entry_points(ordinal: int) -> tuple[int, int, int, int, int, int]:
+    """What native code launches with: the addresses of the driver's functions to launch, to encode a tensor map, and to
+    ask for, push and pop the current context, and the context of GPU `ordinal`.
 
     Raises `ToolchainError` if there is no driver or no such GPU.
     """
     context = device(ordinal).context_handle
     library = ctypes.CDLL("libcuda.so.1")  # loaded already
-    names = ("cuLaunchKernelEx", "cuCtxGetCurrent", "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2")
-    launch, get, push, pop = (ctypes.cast(getattr(library, n), ctypes.c_void_p).value or 0 for n in names)
-    return launch, get, push, pop, context
+    contexts = ("cuCtxGetCurrent", "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2")
+    names = ("cuLaunchKernelEx", "cuTensorMapEncodeTiled", *contexts)
+    launch, encode, get, push, pop = (ctypes.cast(getattr(library, n), ctypes.c_void_p).value or 0 for n in names)
+    return launch, encode, get, push, pop, context
 
 
 def fault(code: int, action: str) -> MoesaicError:

@@ -170,7 +170,11 @@ class Prepared:
         inputs = len(self.executable.plan.inputs)
         launches = [step.loaded.native_launch() for step in self.steps]
 
-        def failed(step: int, code: int, blocks: int) -> None:
+        def failed(step: int, code: int, blocks: int, boxes: tuple[int, ...] | None) -> None:
+            if boxes is not None:
+                asked = driver.TensorBoxes(*boxes)
+                asked.check()
+                raise asked.failed(code)
             raise driver.fault(code, launches[step].action((blocks, 1, 1)) if step >= 0 else "enter a context")
 
         # Tensors say dtypes and the device. They hold no memory: a layer may be prepared while torch warms up a CUDA
@@ -189,7 +193,7 @@ class Prepared:
                     launch.config_address,
                     int(launch.kernel.function),
                     astuple(step.blocks),
-                    tuple((kind, n) for kind, n, _ in step.arguments),
+                    tuple((kind, n) if b is None else (kind, n, astuple(b)) for kind, n, b in step.arguments),
                 )
                 for step, launch in zip(self.steps, launches, strict=True)
             ),

@@ -126,7 +126,8 @@ struct Call {
     int64_t slots;
 };
 
-// What a kernel's argument of a kind is: 8 bytes each. `ARGUMENTS` in execute.py has the same table.
+// What a kernel's argument of a kind is: 8 bytes each. `ARGUMENTS` in execute.py has the same table, but for tensor
+// maps, which a launch puts in the places of their zeros.
 struct Kind {
     const char* name;
     uint64_t (*value)(const Call& call, int operand);
@@ -137,6 +138,31 @@ constexpr Kind kKinds[] = {
     {"inner_stride", [](const Call& call, int operand) { return uint64_t(call.operands[operand].inner_stride); }},
     {"tokens", [](const Call& call, int) { return uint64_t(call.tokens); }},
     {"rows", [](const Call& call, int operand) { return uint64_t(call.operands[operand].rows); }},
+    {"tensor_map", [](const Call&, int) { return uint64_t(0); }},
+};
+
+// What a tensor map says: `TensorBoxes` of driver.py.
+struct TensorBoxes {
+    uint64_t address;
+    int64_t columns, rows, matrices, row_bytes, matrix_bytes, box_columns, box_rows, data_type;
+};
+
+// `_Boxes` of execute.py.
+struct Boxes {
+    long long columns, rows, matrices, box_columns, box_rows, data_type;
+    int stacked;
+
+    TensorBoxes operator()(const Operand& operand) const {
+        const int64_t count = rows != 0 ? rows : operand.rows;
+        const int64_t row_bytes = 2 * (stacked ? operand.inner_stride : operand.row_stride);
+        const int64_t matrix_bytes = matrices == 1 ? count * row_bytes : 2 * operand.row_stride;
+        return {operand.address, columns, count, matrices, row_bytes, matrix_bytes, box_columns, box_rows, data_type};
+    }
+};
+
+// CUtensorMap of the driver's interface.
+struct alignas(64) TensorMap {
+    unsigned char opaque[128];
 };
 
 // Plans ---------------------------------------------------------------------------------------------------------------
@@ -154,6 +180,9 @@ struct LaunchConfig {
 // Functions by their addresses, which come from the libraries that are loaded.
 struct Driver {
     int (*launch)(const LaunchConfig*, void* function, void** arguments, void** extra);
+    int (*encode)(TensorMap*, int data_type, uint32_t rank, void* address, const uint64_t* dims,
+                  const uint64_t* strides, const uint32_t* box, const uint32_t* element_strides, int interleave,
+                  int swizzle, int promotion, int fill);
     int (*get_context)(void** context);
     int (*push_context)(void* context);
     int (*pop_context)(void** context);
@@ -165,6 +194,13 @@ struct Argument {
     uint64_t (*value)(const Call& call, int operand);
     int operand;
 };
+
+struct Mapped {
+    size_t position;  // among the arguments
+    int operand;
+    Boxes boxes;
+};
+constexpr size_t kMostMaps = 8;  // of a kernel
 
 int64_t divide_up(int64_t number, int64_t by) { return (number + by - 1) / by; }
 
@@ -185,6 +221,7 @@ struct Step {
     void* function;
     Blocks blocks;
     std::vector<Argument> arguments;
+    std::vector<Mapped> maps;
 };
 
 constexpr int kTokens = -1, kSequences = -2, kSlots = -3;
@@ -210,7 +247,7 @@ struct Plan {
     std::vector<Step> steps;
     std::vector<int> results;
     bool passes_inputs_on = false;
-    Reference failed;  // (step, code of the driver, blocks) -> raises
+    Reference failed;  // (step, code of the driver, blocks, what a tensor map should have said or None) -> raises
     Reference keep;    // what the addresses above point into
 };
 
@@ -275,7 +312,24 @@ struct Failure {
     int step = -1;
     int code = 0;
     int64_t blocks = 0;
+    std::optional<TensorBoxes> boxes;  // of the tensor map that could not be encoded
 };
+
+// As `encode_tensor_map` of driver.py; the code that the driver gives.
+int encode(const Driver& driver, const TensorBoxes& boxes, TensorMap& map) {
+    constexpr int kInvalidValue = 1, kSwizzle128 = 3, kPromote256 = 3;
+    if (boxes.rows == 0) {
+        std::memset(&map, 0, sizeof map);
+        return 0;
+    }
+    if (((boxes.address | uint64_t(boxes.row_bytes) | uint64_t(boxes.matrix_bytes)) & 15) != 0) return kInvalidValue;
+    const uint64_t dims[] = {uint64_t(boxes.columns), uint64_t(boxes.rows), uint64_t(boxes.matrices)};
+    const uint64_t strides[] = {uint64_t(boxes.row_bytes), uint64_t(boxes.matrix_bytes)};
+    const uint32_t box[] = {uint32_t(boxes.box_columns), uint32_t(boxes.box_rows), 1};
+    const uint32_t every[] = {1, 1, 1};
+    return driver.encode(&map, int(boxes.data_type), 3, reinterpret_cast<void*>(boxes.address), dims, strides, box,
+                         every, /*interleave=*/0, kSwizzle128, kPromote256, /*fill=*/0);
+}
 
 // Launches every step on the current stream of the plan's device.
 Failure launch_steps(const Plan& plan, const Call& call) {
@@ -287,6 +341,7 @@ Failure launch_steps(const Plan& plan, const Call& call) {
     if (failure.code != 0) return failure;
     c10::SmallVector<uint64_t, 32> values;
     c10::SmallVector<void*, 32> addresses;
+    TensorMap maps[kMostMaps];  // of this call alone, for threads share the plan
     for (size_t n = 0; n < plan.steps.size(); ++n) {
         const Step& step = plan.steps[n];
         const int64_t blocks = step.blocks(call.tokens, call.sequences);
@@ -295,6 +350,17 @@ Failure launch_steps(const Plan& plan, const Call& call) {
         for (const Argument& argument : step.arguments) values.push_back(argument.value(call, argument.operand));
         addresses.clear();
         for (uint64_t& value : values) addresses.push_back(&value);
+        for (size_t i = 0; i < step.maps.size(); ++i) {
+            const Mapped& mapped = step.maps[i];
+            const TensorBoxes boxes = mapped.boxes(call.operands[mapped.operand]);
+            failure.code = encode(plan.driver, boxes, maps[i]);
+            if (failure.code != 0) {
+                failure.step = int(n);
+                failure.boxes = boxes;
+                return failure;
+            }
+            addresses[mapped.position] = &maps[i];
+        }
         LaunchConfig config = step.config;
         config.grid[0] = unsigned(blocks);
         config.grid[1] = config.grid[2] = 1;
@@ -307,6 +373,15 @@ Failure launch_steps(const Plan& plan, const Call& call) {
         }
     }
     return failure;
+}
+
+PyObject* describe(const std::optional<TensorBoxes>& boxes) {
+    if (!boxes) return Py_NewRef(Py_None);
+    const TensorBoxes& b = *boxes;
+    using Number = long long;
+    return Py_BuildValue("(KLLLLLLLL)", static_cast<unsigned long long>(b.address), Number(b.columns), Number(b.rows),
+                         Number(b.matrices), Number(b.row_bytes), Number(b.matrix_bytes), Number(b.box_columns),
+                         Number(b.box_rows), Number(b.data_type));
 }
 
 // Allocates and launches. `operands` has the inputs, and room for the buffers.
@@ -330,8 +405,8 @@ Outcome run(const Plan& plan, Operand* operands, c10::SmallVectorImpl<at::Tensor
     PyEval_RestoreThread(thread);
     if (!finished) return Outcome::kNotPlain;
     if (failure.code == 0) return Outcome::kDone;
-    Py_XDECREF(PyObject_CallFunction(plan.failed.get(), "iiL", failure.step, failure.code,
-                                     static_cast<long long>(failure.blocks)));
+    Py_XDECREF(PyObject_CallFunction(plan.failed.get(), "iiLN", failure.step, failure.code,
+                                     static_cast<long long>(failure.blocks), describe(failure.boxes)));
     return Outcome::kRaised;
 }
 
@@ -667,17 +742,31 @@ bool add_step(Plan& plan, PyObject* description) {
         return false;
     }
     Step step{*reinterpret_cast<const LaunchConfig*>(config), reinterpret_cast<void*>(function),
-              {rows, least, most, by_sequence, fixed, per_sequence}, {}};
+              {rows, least, most, by_sequence, fixed, per_sequence}, {}, {}};
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(arguments); ++i) {
         const char* name;
         int operand;
-        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(arguments, i), "si", &name, &operand)) return false;
+        PyObject* boxes = nullptr;
+        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(arguments, i), "si|O!", &name, &operand, &PyTuple_Type, &boxes)) {
+            return false;
+        }
         const auto* const kind = std::find_if(std::begin(kKinds), std::end(kKinds),
                                               [&](const Kind& k) { return std::strcmp(k.name, name) == 0; });
         if (kind == std::end(kKinds)) {
             return PyErr_Format(PyExc_ValueError, "no kernel argument of kind '%s' is known", name), false;
         }
         step.arguments.push_back({kind->value, operand});
+        if (boxes == nullptr) continue;
+        Mapped mapped{size_t(i), operand, {}};
+        Boxes& b = mapped.boxes;
+        if (!PyArg_ParseTuple(boxes, "LLLLLLp", &b.columns, &b.rows, &b.matrices, &b.box_columns, &b.box_rows,
+                              &b.data_type, &b.stacked)) {
+            return false;
+        }
+        step.maps.push_back(mapped);
+        if (step.maps.size() > kMostMaps) {
+            return PyErr_Format(PyExc_ValueError, "a kernel has more than %zu tensor maps", kMostMaps), false;
+        }
     }
     plan.steps.push_back(std::move(step));
     return true;
@@ -711,8 +800,9 @@ PyObject* new_plan(PyTypeObject* type, PyObject* arguments, PyObject*) {
     const c10::TensorImpl* const tensor = sample(example);
     if (tensor == nullptr) return nullptr;
     plan->device = tensor->device();
-    unsigned long long address[6];
-    if (!PyArg_ParseTuple(driver, "KKKKKK", address, address + 1, address + 2, address + 3, address + 4, address + 5)) {
+    unsigned long long address[7];
+    if (!PyArg_ParseTuple(driver, "KKKKKKK", address, address + 1, address + 2, address + 3, address + 4, address + 5,
+                          address + 6)) {
         return nullptr;
     }
     static_assert(sizeof(Driver) == sizeof address);
