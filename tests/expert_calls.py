@@ -38,6 +38,10 @@ def run_experts(
     """Outputs by name, through which torch differentiates. Inputs are used as they lie in memory."""
     if backend == "reference":
         function = declared(experts, inputs).entry
+        for argument in function.arguments:  # which a compiled layer checks, and the reference alone does not
+            found = inputs[argument.name].shape
+            fits = [d == n for d, n in zip(argument.type.shape, found, strict=True) if isinstance(d, int)]
+            assert all(fits), f"{argument.name} is declared {argument.type}, found {list(found)}"
         return dict(zip(function.result_names, evaluate(function, inputs), strict=True))
     device = device_of(backend)
     result = mo.compile(experts, backend=backend)(**{n: t.to(device) for n, t in inputs.items()})

@@ -101,6 +101,7 @@ def part_of(model: str, part: str) -> ModuleType:
 def build(kind: Kind, dtype: torch.dtype) -> Any:
     """The module with random weights, as it is after training."""
     config = getattr(part_of(kind.model, "configuration"), kind.config)(**kind.options)
+    assert {name: getattr(config, name) for name in kind.options} == kind.options
     module: torch.nn.Module = getattr(part_of(kind.model, "modeling"), kind.module)(*kind.arguments(config))
     generator = torch.Generator().manual_seed(11)
     module = module.to(dtype).eval()
@@ -263,6 +264,7 @@ def clamped_after(limit: float) -> Callable[[Value, Value], Value]:
 BOTH = {"hidden_size": HIDDEN, "moe_intermediate_size": INNER}
 PLAIN = {"hidden_size": HIDDEN, "intermediate_size": INNER}
 LOCAL = {"num_local_experts": EXPERTS}
+ROUTED = {"n_routed_experts": EXPERTS}  # where the other name is only mapped to it, and may lose against its default
 LIMIT = 0.75  # among the values of gates and ups here, which spread over 2
 
 KINDS = {
@@ -270,9 +272,7 @@ KINDS = {
         "qwen3_moe", "Qwen3MoeConfig", "Qwen3MoeExperts", {**BOTH, "num_experts": EXPERTS}, Experts(*SIZES)
     ),
     "X1 mixtral": Kind("mixtral", "MixtralConfig", "MixtralExperts", {**PLAIN, **LOCAL}, Experts(*SIZES)),
-    "X1 deepseek_v3": Kind(
-        "deepseek_v3", "DeepseekV3Config", "DeepseekV3Experts", {**BOTH, "n_routed_experts": EXPERTS}, Experts(*SIZES)
-    ),
+    "X1 deepseek_v3": Kind("deepseek_v3", "DeepseekV3Config", "DeepseekV3Experts", {**BOTH, **ROUTED}, Experts(*SIZES)),
     "X2 gemma4": Kind(
         "gemma4",
         "Gemma4TextConfig",
@@ -284,21 +284,21 @@ KINDS = {
         "deepseek_v4",
         "DeepseekV4Config",
         "DeepseekV4Experts",
-        {**BOTH, "n_routed_experts": EXPERTS, "swiglu_limit": LIMIT},
+        {**BOTH, **ROUTED, "swiglu_limit": LIMIT},
         Experts(*SIZES, gating=ClampedSwiGLU(LIMIT)),
     ),
     "X3 hy_v4": Kind(
         "hy_v4",
         "HYV4Config",
         "HYV4Experts",
-        {**BOTH, **LOCAL, "swiglu_limit": LIMIT},
+        {**BOTH, **ROUTED, "swiglu_limit": LIMIT},
         Experts(*SIZES, gating=ClampedSwiGLU(LIMIT)),
     ),
     "X4 step3p7": Kind(
         "step3p7",
         "Step3p7TextConfig",
         "Step3p7Experts",
-        {**BOTH, **LOCAL},
+        {**BOTH, **ROUTED},
         Experts(*SIZES, gating=clamped_after(LIMIT)),
         arguments=lambda config: (config, LIMIT),
     ),
@@ -306,7 +306,7 @@ KINDS = {
         "step3p7",
         "Step3p7TextConfig",
         "Step3p7Experts",
-        {**BOTH, **LOCAL},
+        {**BOTH, **ROUTED},
         Experts(*SIZES),
     ),
     "X5 gpt_oss": Kind(
@@ -335,14 +335,14 @@ KINDS = {
         "nemotron_h",
         "NemotronHConfig",
         "NemotronHExperts",
-        {**BOTH, "n_routed_experts": EXPERTS},
+        {**BOTH, **ROUTED},
         Experts(*SIZES, gated=False, activation="relu2"),
     ),
     "X8 nemotron_h, latent": Kind(
         "nemotron_h",
         "NemotronHConfig",
         "NemotronHExperts",
-        {**BOTH, "hidden_size": 4 * HIDDEN, "moe_latent_size": HIDDEN, "n_routed_experts": EXPERTS},
+        {**BOTH, "hidden_size": 4 * HIDDEN, "moe_latent_size": HIDDEN, **ROUTED},
         Experts(*SIZES, gated=False, activation="relu2"),
     ),
     "X9 llama4": Kind(
@@ -386,7 +386,7 @@ KINDS = {
         "longcat_flash",
         "LongcatFlashConfig",
         "LongcatFlashExperts",
-        {"hidden_size": HIDDEN, "expert_ffn_hidden_size": INNER, "n_routed_experts": EXPERTS, "zero_expert_num": 4},
+        {"hidden_size": HIDDEN, "expert_ffn_hidden_size": INNER, **ROUTED, "zero_expert_num": 4},
         Experts(*SIZES),
         tensors=without_identities,
         around=plus_identities,
