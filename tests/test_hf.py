@@ -100,7 +100,7 @@ def build(model: str, name: str) -> Any:
 def run(
     module: Any, implementation: str, dtype: torch.dtype = torch.float32, device: str = "cpu"
 ) -> list[torch.Tensor]:
-    """Output and gradients."""
+    """Output and gradients, in memory that the module has no part in: `to` moves its own in place."""
     module = module.to(device, dtype)
     module.zero_grad()
     module.config._experts_implementation = implementation
@@ -112,7 +112,7 @@ def run(
     weights = torch.rand(11, TOP_K, generator=g).to(device).requires_grad_()
     y = module(x, ids, weights)
     y.backward(torch.randn(11, hidden, generator=g).to(device))
-    grads = [p.grad.cpu() for p in module.parameters() if p.grad is not None]
+    grads = [p.grad.to("cpu", copy=True) for p in module.parameters() if p.grad is not None]
     assert x.grad is not None and weights.grad is not None
     return [y.detach().cpu(), x.grad.cpu(), weights.grad.cpu(), *grads]
 
