@@ -504,9 +504,15 @@ def test_captured_in_a_graph_after_warmup() -> None:
     def step() -> list[torch.Tensor]:
         result = compiled(**given)
         total = (result.hidden * cotangent).sum() + sum(result.losses.values())
-        return [result.hidden, *torch.autograd.grad(total, list(given.values()))]
+        return [result.hidden.detach(), *torch.autograd.grad(total, list(given.values()))]
 
-    right = [t.clone() for t in step()]
+    # Backward joins the stream that a leaf was first used on as long as anything recorded there lives. On a stream of
+    # its own, and detached, none does: the default one must not wait for a capture.
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        right = [t.clone() for t in step()]
+    torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
