@@ -3,10 +3,6 @@
 import io
 import math
 
-import filecheck.finput
-import filecheck.matcher
-import filecheck.options
-import filecheck.parser
 import pytest
 import torch
 from hypothesis import strategies as st
@@ -32,6 +28,12 @@ def lower(module, pipeline):
 def file_check(text, checks, name="checks"):
     """Fails unless `text` passes the FileCheck lines (`CHECK:`, `CHECK-NEXT:`, `CHECK-NOT:`, ...) in `checks`."""
     __tracebackhide__ = True
+    # Here, so that tests that check no text run where this package is not.
+    import filecheck.finput
+    import filecheck.matcher
+    import filecheck.options
+    import filecheck.parser
+
     options = filecheck.options.Options(match_filename=name)
     parser = filecheck.parser.Parser(options, io.StringIO(checks), *filecheck.parser.pattern_for_opts(options))
     matcher = filecheck.matcher.Matcher(options, filecheck.finput.FInput("output", str(text)), parser)
