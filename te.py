@@ -23,6 +23,7 @@ import torch
 
 from moesaic.ir.errors import InputError, InputTypeError, UnsupportedError
 from moesaic.runtime.functional import as_counts, check_rows
+from moesaic.runtime.reference import FLOATS
 from moesaic.runtime.transformer_engine import INDEX_DTYPES, aux_loss_layer, map_output, scores_layer, topk_layer
 
 __all__ = [
@@ -93,14 +94,14 @@ def fused_topk_with_score_function(
             )
     experts = check_rows("logits", logits)
     output = map_output(routing_map_format)
-    index_dtype = torch.int32
+    index_dtype = "int32"
     if topk_indices is not None:
         if output == "bitmap":
             raise InputError("topk_indices are returned in place of a map; leave out routing_map_format BITMAP_U8")
         _check_buffer(topk_indices, logits, topk)
-        output, index_dtype = "indices", topk_indices.dtype
+        output, index_dtype = "indices", INDEX_DTYPES[topk_indices.dtype]
     layer = topk_layer(
-        logits.dtype,
+        FLOATS[logits.dtype].value,
         experts,
         topk,
         use_pre_softmax,
@@ -147,7 +148,7 @@ def fused_compute_score_for_moe_aux_loss(
     """
     experts = check_rows("logits", logits)
     output = map_output(routing_map_format)
-    picked, scores = scores_layer(logits.dtype, experts, topk, score_function, output)(logits)
+    picked, scores = scores_layer(FLOATS[logits.dtype].value, experts, topk, score_function, output)(logits)
     return _as_map(picked, output), scores
 
 
@@ -192,7 +193,8 @@ def fused_moe_aux_loss(
     if by_sequence:
         probs = probs.reshape(-1, columns // num_experts, num_experts)
         counts = counts.reshape(-1, num_experts)
-    layer = aux_loss_layer(probs.dtype, counts.dtype == torch.int32, by_sequence, num_experts, topk, coeff)
+    dtype, integers = FLOATS[probs.dtype].value, counts.dtype == torch.int32
+    layer = aux_loss_layer(dtype, integers, by_sequence, num_experts, topk, coeff)
     loss: torch.Tensor = layer(probs, tokens_per_expert=counts, total_num_tokens=total_num_tokens).loss
     return loss
 

@@ -12,16 +12,17 @@ from moesaic.ir.errors import InputError
 from moesaic.ir.experts import Experts
 from moesaic.ir.types import DType
 from moesaic.runtime import compile as compiling
-from moesaic.runtime.made_once import made_once
+from moesaic.runtime.made_once import by_handle, handle_of, made_once
 from moesaic.runtime.per_call import PerCall, autocast_dtype, check_slots, check_tensor, shown
 from moesaic.runtime.reference import FLOATS, INDICES
 
 
 @made_once
 def _layer(
-    experts: Experts, dtype: str, top_k: int, indices: str, weights: str, target: str | None, backend: str, passes: str
+    handle: str, dtype: str, top_k: int, indices: str, weights: str, target: str | None, backend: str, passes: str
 ) -> compiling.CompiledLayer:
-    module = experts.module(DType(dtype), top_k, DType(indices), DType(weights))
+    declared: Experts = by_handle(handle)
+    module = declared.module(DType(dtype), top_k, DType(indices), DType(weights))
     return compiling.CompiledLayer(module, None if target is None else Target.parse(target), backend, passes)
 
 
@@ -40,6 +41,7 @@ class CompiledExperts(PerCall):
         biases = (f"{name}_bias" for name in matrices if declared.bias)
         super().__init__("layer of experts", (*matrices, *biases), target, backend, passes)
         self._declared = declared
+        self._handle = handle_of(declared)
         self._result_type = namedtuple("ExpertsResult", declared.outputs)  # type: ignore[misc]
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -89,7 +91,7 @@ class CompiledExperts(PerCall):
         if not torch.compiler.is_compiling():
             check_slots(declared, indices.numel() // indices.shape[-1], indices.shape[-1])
         return _layer(
-            declared,
+            self._handle,
             dtype,
             indices.shape[-1],
             INDICES[indices.dtype].value,
@@ -138,7 +140,7 @@ class CompiledExperts(PerCall):
         """
         asked = self._asked_dtype(dtype, self._declared.dtype)
         first, second, third = (DType.parse(t).value for t in (asked, indices_dtype, weights_dtype))
-        return _layer(self._declared, first, top_k, second, third, self._target, self._asked, self._passes)
+        return _layer(self._handle, first, top_k, second, third, self._target, self._asked, self._passes)
 
     def __repr__(self) -> str:
         return f"CompiledExperts({self._declared}, backend={self.backend!r})"

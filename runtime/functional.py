@@ -145,7 +145,7 @@ def load_balance_loss(
     if num_tokens is not None:
         inputs["num_tokens"] = num_tokens
     layer = _load_balance_layer(
-        FLOATS[scores.dtype],
+        FLOATS[scores.dtype].value,
         experts,
         counts.dtype == torch.int32,
         top_k,
@@ -161,7 +161,7 @@ def load_balance_loss(
 
 @made_once
 def _load_balance_layer(
-    dtype: DType,
+    dtype: str,
     experts: int,
     integers: bool,
     top_k: int,
@@ -238,14 +238,15 @@ def _mean_over_tokens(
 ) -> torch.Tensor:
     experts = check_rows(operand, rows)
     masked = token_mask is not None
-    layer = _mean_layer(name, operand, FLOATS[rows.dtype], experts, coef, masked, backend_for(rows.dtype, backend))
+    dtype = FLOATS[rows.dtype].value
+    layer = _mean_layer(name, operand, dtype, experts, coef, masked, backend_for(rows.dtype, backend))
     loss: torch.Tensor = (layer(rows) if token_mask is None else layer(rows, token_mask=token_mask)).loss
     return loss
 
 
 @made_once
 def _mean_layer(
-    name: str, operand: str, dtype: DType, experts: int, coef: float, masked: bool, backend: str
+    name: str, operand: str, dtype: str, experts: int, coef: float, masked: bool, backend: str
 ) -> CompiledLayer:
     check_number(f"{name}: coef", coef)
     loss = _Loss(name, operand, dtype, experts, masked)
@@ -266,9 +267,9 @@ class _Loss:
         tokens: how many count.
     """
 
-    def __init__(self, name: str, operand: str, dtype: DType, experts: int, masked: bool) -> None:
+    def __init__(self, name: str, operand: str, dtype: str, experts: int, masked: bool) -> None:
         self.builder = b = Builder(name)
-        self.rows: Value = b.input(operand, tensor(dtype, symbol("T"), experts))
+        self.rows: Value = b.input(operand, tensor(DType(dtype), symbol("T"), experts))
         self.mask: Value | None = None
         if masked:
             self.mask = b.op("row.unsqueeze", b.input("token_mask", tensor(DType.I1, symbol("T"))))

@@ -6,7 +6,7 @@ import functools
 import itertools
 import operator
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
 import torch
@@ -17,19 +17,21 @@ Layer = TypeVar("Layer")
 # what is made while it traces it would not find in a dict, which it has copied by then.
 _layers = types.SimpleNamespace()
 _numbers = itertools.count()
+_handles: dict[Hashable, str] = {}
+_by_handle: dict[str, Any] = {}
 
 
 def made_once(make: Callable[..., Layer]) -> Callable[..., Layer]:
     """A function that makes a layer from static arguments, which keeps what it made.
 
-    Under torch.compile the layer is made while tracing.
+    Under torch.compile the layer is made while tracing, which has to know every argument as a constant. Not every
+    release does so for objects: arguments are numbers, strings, bools, ``None`` and functions, and `handle_of` stands
+    for what is none of these.
     """
 
     @functools.lru_cache(maxsize=None, typed=True)
     def made(*arguments: Any) -> str:
-        name = f"{make.__name__}_{next(_numbers)}"
-        setattr(_layers, name, make(*arguments))
-        return name
+        return _keep(make, arguments)
 
     @torch.compiler.assume_constant_result
     def find(*arguments: Any) -> str:
@@ -42,6 +44,28 @@ def made_once(make: Callable[..., Layer]) -> Callable[..., Layer]:
         return layer
 
     return once
+
+
+def handle_of(declared: Hashable) -> str:
+    """A string that stands for a declaration, for good, in this process; equal declarations have the same.
+
+    It is for where torch.compile does not trace, such as where an object that will be called is made.
+    """
+    handle = _handles.setdefault(declared, f"{type(declared).__name__}_{next(_numbers)}")
+    _by_handle[handle] = declared
+    return handle
+
+
+def by_handle(handle: str) -> Any:
+    """What a handle stands for."""
+    return _by_handle[handle]
+
+
+def _keep(make: Callable[..., Any], arguments: tuple[Any, ...]) -> str:
+    """Makes a layer; the name that it is kept by."""
+    name = f"{make.__name__}_{next(_numbers)}"
+    setattr(_layers, name, make(*arguments))
+    return name
 
 
 def _constant(argument: Any) -> Any:

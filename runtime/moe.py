@@ -11,15 +11,16 @@ from moesaic.codegen.target import Target
 from moesaic.ir.moe import MoE
 from moesaic.ir.types import DType
 from moesaic.runtime import compile as compiling
-from moesaic.runtime.made_once import made_once
+from moesaic.runtime.made_once import by_handle, handle_of, made_once
 from moesaic.runtime.per_call import PerCall, autocast_dtype, check_slots, check_tensor
 
 
 @made_once
 def _layer(
-    moe: MoE, dtype: str, masked: bool, target: str | None, backend: str, passes: str
+    handle: str, dtype: str, masked: bool, target: str | None, backend: str, passes: str
 ) -> compiling.CompiledLayer:
-    module = moe.module(DType(dtype), masked=masked)
+    declared: MoE = by_handle(handle)
+    module = declared.module(DType(dtype), masked=masked)
     return compiling.CompiledLayer(module, None if target is None else Target.parse(target), backend, passes)
 
 
@@ -36,6 +37,7 @@ class CompiledMoE(PerCall):
     def __init__(self, declared: MoE, target: Target | None, backend: str, passes: str = "") -> None:
         super().__init__("layer", declared.parameters, target, backend, passes)
         self._declared = declared
+        self._handle = handle_of(declared)
         names = (*declared.outputs, "losses") if declared.losses else declared.outputs
         self._result_type = namedtuple("MoEResult", names)  # type: ignore[misc]
 
@@ -72,7 +74,7 @@ class CompiledMoE(PerCall):
         found = self._check_x(x, declared.dtype)
         if not torch.compiler.is_compiling() and x.dim() > 0:
             check_slots(declared.experts, x.numel() // max(x.shape[-1], 1), declared.router.top_k)
-        layer = _layer(declared, found, "token_mask" in given, self._target, self._asked, self._passes)
+        layer = _layer(self._handle, found, "token_mask" in given, self._target, self._asked, self._passes)
         if not torch.compiler.is_compiling():
             self._used = layer
         if main_grads is not None:
@@ -113,7 +115,7 @@ class CompiledMoE(PerCall):
             InputError: no dtype was declared, and none is given.
         """
         asked = self._asked_dtype(dtype, self._declared.dtype)
-        return _layer(self._declared, asked.value, token_mask, self._target, self._asked, self._passes)
+        return _layer(self._handle, asked.value, token_mask, self._target, self._asked, self._passes)
 
     def __repr__(self) -> str:
         return f"CompiledMoE({self._declared}, backend={self.backend!r})"

@@ -38,12 +38,12 @@ def split_experts(
         function: f, from [M, n] to [M, I], a row at a time.
     """
     dtype, biased = DTYPES[x.dtype].value, "up_bias" in matrices
-    shape = tuple(matrices["up"].shape)
     common = (dtype, indices.shape[-1], DTYPES[indices.dtype].value)
-    before = _before(*common, shape, transposed, biased, backend)
+    before = _before(*common, *matrices["up"].shape, transposed, biased, backend)
     biases = {"up_bias": matrices["up_bias"]} if biased else {}
     h, counts, offsets, tokens, picks, slots = before(x, indices=indices, up=matrices["up"], **biases)
-    after = _after(*common, DTYPES[weights.dtype].value, tuple(matrices["down"].shape), transposed, biased, backend)
+    weighted = DTYPES[weights.dtype].value
+    after = _after(*common, weighted, *matrices["down"].shape, transposed, biased, backend)
     biases = {"down_bias": matrices["down_bias"]} if biased else {}
     groups = {"counts": counts, "offsets": offsets, "tokens": tokens, "picks": picks}
     y: torch.Tensor = after(slots, weights=weights, a=function(h), down=matrices["down"], **groups, **biases)[0]
@@ -52,14 +52,21 @@ def split_experts(
 
 @made_once
 def _before(
-    dtype: str, top_k: int, indices: str, shape: tuple[int, int, int], transposed: bool, biased: bool, backend: str
+    dtype: str,
+    top_k: int,
+    indices: str,
+    experts: int,
+    rows: int,
+    columns: int,
+    transposed: bool,
+    biased: bool,
+    backend: str,
 ) -> CompiledLayer:
-    experts, rows, columns = shape
     hidden, outer = (rows, columns) if transposed else (columns, rows)
     b = Builder("experts_before")
     x = b.input("x", tensor(DType(dtype), "T", hidden))
     ids = b.input("indices", tensor(DType(indices), "T", top_k))
-    up = b.input("up", tensor(DType(dtype), *shape))
+    up = b.input("up", tensor(DType(dtype), experts, rows, columns))
     counts, offsets, tokens, picks, slots, _ = b.op("slot.dispatch", ids, experts=experts)
     gathered = b.op("slot.gather", x, tokens, slots)
     h: Value = b.op("slot.grouped_linear", gathered, up, counts, offsets, transposed=transposed)
@@ -78,18 +85,19 @@ def _after(
     top_k: int,
     indices: str,
     weights: str,
-    shape: tuple[int, int, int],
+    experts: int,
+    rows: int,
+    columns: int,
     transposed: bool,
     biased: bool,
     backend: str,
 ) -> CompiledLayer:
-    experts, rows, columns = shape
     inner, hidden = (rows, columns) if transposed else (columns, rows)
     b = Builder("experts_after")
     slots = b.input("slots", tensor(DType.I32, "T", top_k))
     factors = b.input("weights", tensor(DType(weights), "T", top_k))
     a = b.input("a", tensor(DType(dtype), SLOTS, inner))
-    down = b.input("down", tensor(DType(dtype), *shape))
+    down = b.input("down", tensor(DType(dtype), experts, rows, columns))
     counts = b.input("counts", tensor(DType.I32, experts))
     offsets = b.input("offsets", tensor(DType.I32, experts + 1))
     tokens = b.input("tokens", tensor(DType.I32, SLOTS))

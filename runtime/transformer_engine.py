@@ -15,7 +15,7 @@ from moesaic.ir.types import DType, symbol, tensor
 from moesaic.runtime.compile import CompiledLayer, compile
 from moesaic.runtime.functional import backend_for, normalized
 from moesaic.runtime.made_once import made_once
-from moesaic.runtime.reference import FLOATS
+from moesaic.runtime.reference import TORCH_DTYPES
 
 EPSILON = 1e-20
 """Transformer Engine's, added to the sums that scores are divided by."""
@@ -45,7 +45,7 @@ def map_output(routing_map_format: object) -> str:
 
 @made_once
 def topk_layer(
-    dtype: torch.dtype,
+    dtype: str,
     experts: int,
     topk: int,
     use_pre_softmax: bool,
@@ -55,7 +55,7 @@ def topk_layer(
     score_function: str,
     biased: bool,
     output: str,
-    index_dtype: torch.dtype,
+    index_dtype: str,
 ) -> CompiledLayer:
     """The router of `fused_topk_with_score_function`, with outputs ``probs`` and the one named.
 
@@ -86,32 +86,32 @@ def topk_layer(
         renorm_eps=EPSILON if divided else 0.0,
         scale=1.0 if scaling_factor is None else float(scaling_factor),
         outputs=("probs", output),
-        indices_dtype=INDEX_DTYPES[index_dtype],
+        indices_dtype=index_dtype,
         name="topk_with_score_function",
         **groups,
     )
-    return compile(router, backend=backend_for(dtype))
+    return compile(router, backend=_backend_for(dtype))
 
 
 @made_once
-def scores_layer(dtype: torch.dtype, experts: int, topk: int, score_function: str, output: str) -> CompiledLayer:
+def scores_layer(dtype: str, experts: int, topk: int, score_function: str, output: str) -> CompiledLayer:
     """The router of `fused_compute_score_for_moe_aux_loss`: scores divided over all experts, and the best of them."""
     _check_score(score_function)
     _check_topk(topk, experts)
     score = normalized(score_function, EPSILON)
     router = Router(experts, topk, score=score, outputs=(output, "scores"), name="score_for_moe_aux_loss")
-    return compile(router, backend=backend_for(dtype))
+    return compile(router, backend=_backend_for(dtype))
 
 
 @made_once
 def aux_loss_layer(
-    dtype: torch.dtype, integers: bool, by_sequence: bool, num_experts: int, topk: int, coeff: float
+    dtype: str, integers: bool, by_sequence: bool, num_experts: int, topk: int, coeff: float
 ) -> CompiledLayer:
     """`fused_moe_aux_loss` of probs [rows, E], or by sequence of [rows, N, E] with counts [N, E]."""
     check_number("coeff", coeff)
     if isinstance(topk, bool) or not isinstance(topk, int) or topk < 1:
         raise InputError(f"topk must be an integer >= 1, found {topk!r}")
-    rows = FLOATS[dtype]
+    rows = DType(dtype)
     b = Builder("moe_aux_loss")
     probs = b.input("probs", tensor(rows, symbol("T"), num_experts))
     sequences = (symbol("N"),) if by_sequence else ()
@@ -123,7 +123,11 @@ def aux_loss_layer(
     loss = math.safe_div(math.safe_div(loss, number), number) * (num_experts * float(coeff) / topk)
     if rows not in (DType.F32, DType.F64):
         loss = b.op("math.cast", loss, dtype=rows.value)
-    return compile(b.build(loss=loss), backend=backend_for(dtype))
+    return compile(b.build(loss=loss), backend=_backend_for(dtype))
+
+
+def _backend_for(dtype: str) -> str:
+    return backend_for(TORCH_DTYPES[DType(dtype)])
 
 
 def _check_score(score_function: str) -> None:

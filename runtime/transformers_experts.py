@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from moesaic.ir.experts import ACTIVATIONS, Activation, ClampedSwiGLU, Experts, 
 from moesaic.ir.types import DType, tensor
 from moesaic.runtime.compile import compile
 from moesaic.runtime.experts import CompiledExperts
-from moesaic.runtime.made_once import made_once
+from moesaic.runtime.made_once import by_handle, handle_of, made_once
 from moesaic.runtime.reference import evaluate
 from moesaic.runtime.split_experts import split_experts
 
@@ -37,10 +37,18 @@ class Plan:
     Attributes:
         experts: as declared here; ``None`` if the module's own function runs between two products.
         shapes: of the module's weights when this was found out.
+        handle: of `experts`.
     """
 
     experts: Experts | None
     shapes: tuple[tuple[int, ...], ...]
+    handle: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "handle", handle_of(self.experts))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Plan, (self.experts, self.shapes)  # a handle is of one process
 
 
 def experts_forward(
@@ -59,7 +67,7 @@ def experts_forward(
     dtype = parameters["down_proj"].dtype
     x = hidden_states if hidden_states.dtype == dtype else hidden_states.to(dtype)
     if plan.experts is not None:
-        layer = _compiled(plan.experts, backend, recompute, allow_tf32)
+        layer = _compiled(plan.handle, backend, recompute, allow_tf32)
         y: torch.Tensor = layer(x, top_k_index, top_k_weights, **parameters)
     else:
         up = "gate_up_proj" if module.has_gate else "up_proj"
@@ -72,7 +80,8 @@ def experts_forward(
 
 
 @made_once
-def _compiled(experts: Experts, backend: str, recompute: str | None, allow_tf32: bool) -> CompiledExperts:
+def _compiled(handle: str, backend: str, recompute: str | None, allow_tf32: bool) -> CompiledExperts:
+    experts: Experts = by_handle(handle)
     return compile(experts, backend=backend, recompute=recompute, allow_tf32=allow_tf32)
 
 

@@ -476,11 +476,11 @@ def test_one_graph_holds_all_three(dynamic: bool, device: str, request: pytest.F
 @pytest.mark.parametrize(
     "layer",
     [
-        topk_layer(torch.bfloat16, 256, 8, False, 8, 4, 2.5, "sigmoid", True, "map", torch.int32),
-        topk_layer(torch.float32, 128, 8, False, None, None, None, "softmax", False, "indices", torch.int64),
-        scores_layer(torch.bfloat16, 128, 8, "sqrtsoftplus", "bitmap"),
-        aux_loss_layer(torch.bfloat16, True, False, 256, 8, 1e-2),
-        aux_loss_layer(torch.float32, True, True, 128, 8, 1e-2),
+        topk_layer("bf16", 256, 8, False, 8, 4, 2.5, "sigmoid", True, "map", "int32"),
+        topk_layer("f32", 128, 8, False, None, None, None, "softmax", False, "indices", "int64"),
+        scores_layer("bf16", 128, 8, "sqrtsoftplus", "bitmap"),
+        aux_loss_layer("bf16", True, False, 256, 8, 1e-2),
+        aux_loss_layer("f32", True, True, 128, 8, 1e-2),
     ],
     ids=["sigmoid", "softmax", "scores", "loss", "loss_by_sequence"],
 )
