@@ -4,7 +4,7 @@
     python benchmarks/experts.py --quick             # qwen3, T = 16384: layer, kernels, live shares; no torch.compile
     python benchmarks/experts.py --rows --cases olmoe,mixtral --tokens 16384 --no-peers
     python benchmarks/experts.py --kernels           # each kernel of the launch list alone
-    python benchmarks/experts.py --quick --no-peers --passes 'specialize{tile=wgmma}'   # other choices than the rules'
+    python benchmarks/experts.py --quick --no-peers --passes 'specialize{tile=mma}'   # other choices than the rules'
     python benchmarks/experts.py --live 1.0,0.5,0.125   # a share of the picks is here, the rest are sentinels
     python benchmarks/experts.py --skew              # even routing, all to one expert, popularity 1 / rank
     python benchmarks/experts.py --memory            # what is kept for backward; without a GPU what is planned
@@ -128,7 +128,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         "--passes",
         default="",
         metavar="PASSES",
-        help="options of passes that ours is compiled with, e.g. 'specialize{tile=wgmma}'",
+        help="options of passes that ours is compiled with, e.g. 'specialize{tile=cooperative}'",
     )
     p.add_argument("--no-peers", action="store_true", help="the same as --only ours")
     p.add_argument(

@@ -10,9 +10,9 @@ the loop over the neighbouring columns that a thread holds; in there, elementwis
 from __future__ import annotations
 
 import math as python_math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from moesaic.codegen.kernel import Argument
+from moesaic.codegen.kernel import Argument, TensorMap
 from moesaic.codegen.row_program import STORAGE, Line, comment, literal, register, short_name
 from moesaic.codegen.target import Target
 from moesaic.ir.core import Block, BlockArgument, Constant, Op, OpResult, Value
@@ -59,7 +59,7 @@ class Parameters:
             "v",
             "n",
         }
-        self._asked: dict[tuple[str, int], str] = {}
+        self._asked: dict[tuple[str, int, TensorMap | None], str] = {}
 
     def unique(self, base: str) -> str:
         """A C++ name like `base` that nothing has yet."""
@@ -95,13 +95,12 @@ class Parameters:
         name = given.name or (inside.name if inside is not None else "")
         qualifier = "const " if index < self.op.reads else ""
         fallback = "in" if index < self.op.reads else "out"
-        shape = f"[{', '.join(map(str, given.type.shape))}]"
         return self._ask(
             "pointer",
             index,
             f"{name or fallback}_ptr",
             f"{qualifier}{STORAGE[given.type.dtype]}* __restrict__ ",
-            shape,
+            _shape(given),
         )
 
     def stride(self, index: int) -> str:
@@ -119,6 +118,19 @@ class Parameters:
         """Elements between the rows of the matrices [E, m, n] of an operand."""
         return self._ask("inner_stride", index, f"{self.given(index).name}_row_stride", "long long ", "")
 
+    def tensor_map(self, index: int, box_rows: int, box_columns: int = 64) -> str:
+        """How the copy engine finds an operand [E, m, n] or [R, n]; boxes have so many rows and columns."""
+        given = self.given(index)
+        *outer, rows, columns = given.type.shape
+        matrices = outer[0] if outer else 1
+        assert isinstance(columns, int) and isinstance(matrices, int)
+        known = rows if isinstance(rows, int) else 0
+        map = TensorMap(columns, known, matrices, box_rows, box_columns, given.type.dtype.value)
+        name = f"{given.name or ('in' if index < self.op.reads else 'out')}_map"
+        return self._ask(
+            "tensor_map", index, name, "const __grid_constant__ moesaic::TensorMap ", _shape(given), map=map
+        )
+
     def rows(self, index: int, name: str) -> str:
         """The number of rows of an operand."""
         return self._ask("rows", index, name, "long long ", "", keep=True)
@@ -127,13 +139,19 @@ class Parameters:
         """T."""
         return self._ask("tokens", -1, "tokens", "long long ", "", keep=True)
 
-    def _ask(self, kind: str, index: int, name: str, type: str, why: str, keep: bool = False) -> str:
-        key = (kind, index)
+    def _ask(
+        self, kind: str, index: int, name: str, type: str, why: str, keep: bool = False, map: TensorMap | None = None
+    ) -> str:
+        key = (kind, index, map)
         if key not in self._asked:
             self._asked[key] = name if keep else self.unique(name)
             self.lines.append(Line(declaration=f"{type}{self._asked[key]}", why=why))
-            self.arguments.append(Argument(kind, index))
+            self.arguments.append(Argument(kind, index, map))
         return self._asked[key]
+
+
+def _shape(value: Value) -> str:
+    return f"[{', '.join(map(str, value.type.shape))}]"
 
 
 class Epilogue:
@@ -145,6 +163,9 @@ class Epilogue:
         vector: neighbouring columns that a thread holds at a time.
         computed: the value that the tile holds, and how its element is read: for each half.
         place: the C++ variable with a row's number: a slot, or a token.
+        ahead: whether what a row reads is asked for as early as can be: its numbers, for all rows of a thread, before
+            the product, and its columns all together. For tiles with registers to hold them.
+        staged: the numbers of the boxes that an operand leaves by, if any does; see ``staging.py``.
     """
 
     def __init__(
@@ -154,6 +175,8 @@ class Epilogue:
         vector: int,
         computed: tuple[Value, Sequence[str]] | None,
         place: str = "slot",
+        ahead: bool = False,
+        staged: Callable[[int], Sequence[int]] | None = None,
     ) -> None:
         self.parameters = parameters
         self.region = parameters.region
@@ -162,8 +185,14 @@ class Epilogue:
         self.whole = columns % vector == 0
         self.computed = computed
         self.place = place
+        self.ahead = ahead
+        self.staged = staged
         self.names: dict[Value, str] = {}
+        self.arrays: list[str] = []  # declarations of a number for each row, and what computes the numbers of a row
+        self.numbers: list[str] = []
         self.for_row: list[str] = []
+        self.held: list[str] = []  # declarations of what a row reads of its columns, and what reads a vector of it
+        self.reads: list[str] = []
         self.loads: list[str] = []
         self.lines: list[str] = []
         self.stores: list[str] = []
@@ -219,7 +248,7 @@ class Epilogue:
         if isinstance(value, OpResult) and isinstance(value.op, slot.Join):
             return [self.parts(value.op.gate)[0], self.parts(value.op.up)[0]]
         if self.is_row(value) or value.type.rank == 0:
-            return [self.name(value)]
+            return [f"{self.name(value)}[i]" if self.ahead else self.name(value)]
         loaded = self._is_loaded(value)
         if self.is_halves(value):
             return [f"{self.name(value)}_{half}{'[v]' if loaded else ''}" for half in ("gate", "up")]
@@ -282,25 +311,47 @@ class Epilogue:
             given = self.parameters.given(index)
             pointer = self.parameters.pointer(index)
             where = f"{pointer} + {self.place} * {self.parameters.stride(index)}"
-            name, parts = self.name(value), columns_of(given)
+            parts = columns_of(given)
             if parts == 1:
-                self.for_row.append(f"const float {name} = moesaic::to_float(moesaic::load_one({where}));")
+                self._number(value, f"moesaic::to_float(moesaic::load_one({where}))")
             else:  # in the order of the columns
-                self.for_row += [
-                    f"float {name} = 0.0f;",
-                    f"for (int p = 0; p < {parts}; ++p) {name} += moesaic::load_one({where} + p);",
-                ]
+                name = self._number(value, "0.0f", constant=False)
+                to = self.numbers if self.ahead else self.for_row
+                to.append(f"for (int p = 0; p < {parts}; ++p) {name} += moesaic::load_one({where} + p);")
         else:
-            self._load_columns(value, self.row_pointer(index, self.place), self.parameters.align(index))
+            self._load_columns(
+                value, self.row_pointer(index, self.place), self.parameters.align(index), value.type.dtype
+            )
 
-    def _load_columns(self, value: Value, pointer: str, align: int) -> None:
+    def _number(self, value: Value, expression: str, note: str = "", constant: bool = True) -> str:
+        """A number of a row, and how it is read."""
+        name, type = self.name(value), register(value)
+        if self.ahead:
+            self.arrays.append(f"{type} {name}[Tile::kOwnRows];")
+            self.numbers.append(f"{name}[i] = {expression};{note}")
+            return f"{name}[i]"
+        self.for_row.append(f"{'const ' if constant else ''}{type} {name} = {expression};{note}")
+        return name
+
+    def _load_columns(self, value: Value, pointer: str, align: int, held: DType | None = None) -> None:
+        """Reads a vector of columns; where their type in memory is given, ahead of the others'."""
+        held = held if self.ahead else None
+        base = f"{self.name(value)}_stored"
+        if held is not None:
+            base = self.parameters.unique(base)
+            count = "2 * kVector" if self.is_halves(value) else "kVector"
+            self.held.append(f"moesaic::Stored<{STORAGE[held]}, {count}> {base}[Tile::kOwnVectors];")
         if self.is_halves(value):
             gate, up = (f"{self.name(value)}_{half}" for half in ("gate", "up"))
             self.loads.append(f"float {gate}[kVector], {up}[kVector];")
             arguments = (
                 f"kVector, {self._align_of_halves(value, align)}, {_flag(self.whole)}, kColumns, {_flag(self.in_turn)}"
             )
-            self.loads.append(f"moesaic::load_halves<{arguments}>({pointer}, column, {gate}, {up});")
+            if held is None:
+                self.loads.append(f"moesaic::load_halves<{arguments}>({pointer}, column, {gate}, {up});")
+            else:
+                self.reads.append(f"moesaic::read_halves<{arguments}>({pointer}, column, {base}[j]);")
+                self.loads.append(f"moesaic::take_halves<kVector, {_flag(self.in_turn)}>({base}[j], {gate}, {up});")
             return
         if columns_of(value) != self.columns:
             raise UnsupportedError(
@@ -309,7 +360,11 @@ class Epilogue:
         name = self.name(value)
         self.loads.append(f"float {name}[kVector];")
         arguments = f"kVector, {self._align(value, align)}, {_flag(self.whole)}"
-        self.loads.append(f"moesaic::load_columns<{arguments}>({pointer} + column, kColumns - column, {name});")
+        if held is None:
+            self.loads.append(f"moesaic::load_columns<{arguments}>({pointer} + column, kColumns - column, {name});")
+        else:
+            self.reads.append(f"moesaic::read_columns<{arguments}>({pointer} + column, kColumns - column, {base}[j]);")
+            self.loads.append(f"{base}[j].to_floats({name});")
 
     def _align(self, value: Value, align: int) -> int:
         return python_math.gcd(align, self.vector * value.type.dtype.bytes)
@@ -325,12 +380,11 @@ class Epilogue:
         top_k = columns_of(op.x)
         pick = self.parameters.unique("pick")
         pointer = self.parameters.pointer(weights)
-        self.for_row.append(f"const int {pick} = moesaic::load_one({self.parameters.pointer(picks)} + slot);")
+        to = self.numbers if self.ahead else self.for_row
+        to.append(f"const int {pick} = moesaic::load_one({self.parameters.pointer(picks)} + slot);")
         stride = self.parameters.stride(weights)
         where = f"{pointer} + static_cast<long long>({pick} / {top_k}) * {stride} + {pick} % {top_k}"
-        self.for_row.append(
-            f"const float {self.name(op.y)} = moesaic::to_float(moesaic::load_one({where}));  // {self._comment(op)}"
-        )
+        self._number(op.y, f"moesaic::to_float(moesaic::load_one({where}))", f"  // {self._comment(op)}")
 
     def _expert_rows(self, op: slot.ExpertRows) -> None:
         index = self.parameters.index(op.x)
@@ -358,7 +412,8 @@ class Epilogue:
             self.for_row.append(f"const long long {name} = moesaic::load_one({tokens} + slot);")
             self.row_pointers[key] = name
         index = self.parameters.index(op.x)
-        self._load_columns(op.y, self.row_pointer(index, self.row_pointers[key]), self.parameters.align(index))
+        pointer = self.row_pointer(index, self.row_pointers[key])
+        self._load_columns(op.y, pointer, self.parameters.align(index), op.x.type.dtype)
 
     def _sum(self, op: row.Sum) -> None:
         name = self.name(op.y)
@@ -374,7 +429,7 @@ class Epilogue:
             if any(isinstance(v, OpResult) and isinstance(v.op, row.Sum) for v in op.operands):
                 raise UnsupportedError(f"{op.name} uses a sum of a row in the kernel that makes it")
             expression = op.cuda_expression(*(p[0] for p in operands))
-            self.for_row.append(f"const {register(value)} {self.name(value)} = {expression};  // {self._comment(op)}")
+            self._number(value, expression, f"  // {self._comment(op)}")
             return
         names = self.parts(value)
         for half, name in enumerate(names):
@@ -386,9 +441,10 @@ class Epilogue:
         index = self.parameters.op.reads + number
         if isinstance(value, OpResult) and isinstance(value.op, row.Sum):
             return  # after the tile, see `sums`
-        pointer = self.row_pointer(index, self.place)
+        boxes = self.staged(index) if self.staged is not None else ()
+        pointer = "" if boxes else self.row_pointer(index, self.place)
         if self.is_row(value):
-            stored = f"moesaic::from_float<{STORAGE[value.type.dtype]}>({self.name(value)})"
+            stored = f"moesaic::from_float<{STORAGE[value.type.dtype]}>({self.parts(value)[0]})"
             self.row_stores.append(f"moesaic::store_one({pointer}, {stored});")
             return
         base = self.parameters.unique(f"{self.name(value)}_out")
@@ -398,7 +454,10 @@ class Epilogue:
         for name, part in zip(names, self.parts(value), strict=True):
             self.lines.append(f"{name}[v] = {part};")
         align = self.parameters.align(index)
-        if halves:
+        if boxes:
+            for number, name in zip(boxes, names, strict=True):
+                self.stores.append(f"staged.put({number}, r, w, {name});")
+        elif halves:
             arguments = (
                 f"kVector, {self._align_of_halves(value, align)}, {_flag(self.whole)}, kColumns, {_flag(self.in_turn)}"
             )

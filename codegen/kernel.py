@@ -11,15 +11,15 @@ from moesaic.ir.errors import InternalError
 class TensorMap:
     """How the copy engine finds boxes of an operand [matrices, rows, columns] of 16-bit elements.
 
-    The lines of a box, 128 bytes each, land in shared memory with the swizzle of 128 bytes; what lies outside the
-    operand lands as zeros. Address and strides of the operand are multiples of 16 bytes. Where the operand has no rows,
-    the kernel gets a map all zero, and must not use it.
+    The lines of a box, 128 or 64 bytes each, lie in shared memory with a swizzle of as many bytes; what lies outside
+    the operand lands there as zeros, and is not written. Address and strides of the operand are multiples of 16 bytes.
+    Where the operand has no rows, the kernel gets a map all zero, and must not use it.
 
     Attributes:
         columns: elements of a row.
         rows: rows of a matrix; 0: as many as an operand [rows, columns] has, known at launch.
         matrices: of the operand; 1 where it is [rows, columns].
-        box_columns, box_rows: of a box, which lies in one matrix: 64, and 1 to 256.
+        box_columns, box_rows: of a box, which lies in one matrix: 64 or 32, and 1 to 256.
         element: ``bf16`` or ``f16``.
     """
 
@@ -32,7 +32,12 @@ class TensorMap:
 
     def __post_init__(self) -> None:
         sizes = self.columns > 0 and self.rows >= 0 and self.matrices > 0
-        if not sizes or self.box_columns != 64 or not 0 < self.box_rows <= 256 or self.element not in ("bf16", "f16"):
+        if (
+            not sizes
+            or self.box_columns not in (32, 64)
+            or not 0 < self.box_rows <= 256
+            or self.element not in ("bf16", "f16")
+        ):
             raise InternalError(f"the copy engine cannot read by {self}")
 
 

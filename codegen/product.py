@@ -1,7 +1,8 @@
 """A product of rows and a weight: from a ``launch.kernel`` of that template to CUDA text.
 
 Persistent blocks go over tiles, columns inside rows, so that the tiles which share rows run at the same time. The tile
-is a type of ``tile.cuh``; what is done with it afterwards is the region's own ops, see ``epilogue.py``.
+is a type of ``tile.cuh``; what is done with it afterwards is the region's own ops, see ``epilogue.py``. Where the tile
+has warps of its own that fetch (``fetching.py``), these go over the same tiles.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ from __future__ import annotations
 import math as python_math
 
 from moesaic.codegen.epilogue import Epilogue, Parameters, check_target
+from moesaic.codegen.fetching import Boxes, Fetch, box_rows, in_two_roles, tile_type
 from moesaic.codegen.kernel import GeneratedKernel
 from moesaic.codegen.render import banner, indented, render
 from moesaic.codegen.row_program import STORAGE, Line, comment
+from moesaic.codegen.staging import Staging
 from moesaic.ir.core import Op, OpResult, Value
 from moesaic.ir.errors import InternalError
 from moesaic.ir.ops import slot
@@ -51,6 +54,17 @@ class _Emitter:
         left, right = self._aligned(size)
         self.left, self.right = Lines(False, left), Lines(self.product.transposed, right)
         self.tile_bytes = self.shape.shared_bytes(size, self.parts, self.left, self.right)
+        self.fetched = (self._boxed(self._left_boxes()), self._boxed(self._right_boxes(), shared=True))
+        self.pair = 2 if Fetch.SHARED in self.fetched else 1
+        self.staging = Staging.of(
+            self.parameters,
+            self.region,
+            self.columns,
+            self.shape,
+            self._tile_columns,
+            self.tile_bytes + self._table_bytes,
+        )
+        self.tile_bytes += 2 * self.staging.bytes if self.staging is not None else 0
 
     def generate(self) -> GeneratedKernel:
         body = self._body()
@@ -60,7 +74,8 @@ class _Emitter:
                 "banner": banner(self.op, self._title()),
                 "symbol": self.op.symbol,
                 "headers": [self.shape.header, "epilogue.cuh", "experts.cuh"],
-                "bounds": f", {self.shape.blocks}" if self.shape.blocks > 1 else "",
+                "bounds": self.shape.bounds,
+                "cluster": self.pair,
                 "constants": self._constants(),
                 "aliases": self._aliases(),
                 "tile_bytes": self.tile_bytes,
@@ -68,8 +83,6 @@ class _Emitter:
                 "body": indented(body, 2),
             },
         )
-        experts = self._experts() if self.grouped else 0
-        tables = 4 * (experts + 1 + self.shape.threads // 32) if self.grouped else 0
         return GeneratedKernel(
             symbol=self.op.symbol,
             source=source,
@@ -77,7 +90,8 @@ class _Emitter:
             threads=self.shape.threads,
             rows_per_block=1,
             grid="device",
-            shared_bytes=self.tile_bytes + -(-tables // 16) * 16,
+            shared_bytes=self.tile_bytes + self._table_bytes,
+            cluster=self.pair,
         )
 
     def _title(self) -> str:
@@ -88,8 +102,16 @@ class _Emitter:
         assert isinstance(experts, int)
         return experts
 
+    @property
+    def _table_bytes(self) -> int:
+        """Of shared memory, for where the tiles of each expert begin."""
+        return -(-4 * (self._experts() + 1 + self.shape.threads // 32) // 16) * 16 if self.grouped else 0
+
+    @property
+    def _tile_columns(self) -> int:
+        return self.shape.columns // (2 if self.halves and self.in_turn else 1)
+
     def _constants(self) -> list[Line]:
-        tile_columns = self.shape.columns // (2 if self.halves and self.in_turn else 1)
         lines = [Line("kThreads", str(self.shape.threads))]
         if self.grouped:
             lines.append(Line("kExperts", str(self._experts())))
@@ -97,7 +119,7 @@ class _Emitter:
             Line("kDepth", str(self.depth), why="elements of a row that are multiplied"),
             Line("kColumns", str(self.columns), why="of each half" if self.halves else ""),
             Line("kTileRows", str(self.shape.rows)),
-            Line("kTileColumns", str(tile_columns)),
+            Line("kTileColumns", str(self._tile_columns)),
             Line("kColumnTiles", "(kColumns + kTileColumns - 1) / kTileColumns"),
         ]
         return lines
@@ -108,7 +130,8 @@ class _Emitter:
         return [
             Line("Element", definition=element),
             Line("Shape", definition=f"moesaic::TileShape<{shape}>"),
-            Line("Tile", definition=f"moesaic::{self.shape.tile}<Element, Shape>"),
+            *([Line("Staged", definition=self.staging.type)] if self.staging is not None else []),
+            Line("Tile", definition=tile_type(self.shape, *self.fetched, self.staging is not None)),
         ]
 
     def _aligned(self, size: int) -> tuple[int, int]:
@@ -126,10 +149,40 @@ class _Emitter:
         rows = self.product.x
         return rows.op.x if isinstance(rows, OpResult) and isinstance(rows.op, slot.Gather) else rows
 
+    def _left_boxes(self) -> Boxes | None:
+        """How the copy engine finds rows, if they follow one another."""
+        rows = self.product.x
+        if self._rows_operand() is not rows:
+            return None
+        first = "static_cast<int>(first_slot)" if self.grouped else "static_cast<int>(first_token)"
+        return Boxes(self.parameters.index(rows), box_rows(self.shape.rows), matrix="0", first=first)
+
+    def _right_boxes(self) -> Boxes | None:
+        """How it finds the weight's, if both parts begin at columns where boxes may."""
+        if self.product.transposed and self.parts == 2 and self.columns % 8 != 0:
+            return None
+        rows = box_rows(self.shape.columns, self.parts) if not self.product.transposed else 64
+        return Boxes(
+            self.parameters.index(self.product.weight),
+            rows,
+            matrix="expert" if self.grouped else "0",
+            first="2 * first_column" if self.halves and self.in_turn else "first_column",
+            apart="kColumns" if self.parts == 2 else "0",
+        )
+
+    def _boxed(self, boxes: Boxes | None, shared: bool = False) -> Fetch:
+        """The way an operand is fetched: by the copy engine where the tile can, and address and strides allow it."""
+        if not self.shape.fetches or boxes is None or self.parameters.align(boxes.index) < 16:
+            return Fetch.LINES
+        return Fetch.SHARED if shared else Fetch.BOXES
+
     # --------------------------------------------------------------------------------------------------------- body
 
     def _body(self) -> list[str]:
         lines = ["MOESAIC_DYNAMIC_SHARED(unsigned char, shared);"]
+        if self.shape.fetches:
+            roles = in_two_roles("items", self._fetch(), self._multiply(), self.staging is not None)
+            return [*lines, *self._items(), *roles]
         if self.grouped:
             counts = self.parameters.pointer(self.parameters.index(self.product.counts))
             lines += [
@@ -146,9 +199,7 @@ class _Emitter:
     def _tile(self) -> list[str]:
         lines = ["const int first_column = static_cast<int>(n % kColumnTiles) * kTileColumns;"]
         if self.grouped:
-            counts, offsets = (
-                self.parameters.pointer(self.parameters.index(v)) for v in (self.product.counts, self.product.offsets)
-            )
+            counts, offsets = self._counts_and_offsets()
             lines += [
                 "const int row_tile = static_cast<int>(n / kColumnTiles);",
                 "const int expert = moesaic::expert_of_tile<kExperts>(first_tile, row_tile);",
@@ -156,28 +207,101 @@ class _Emitter:
                 f"const int rows = moesaic::load_one({counts} + expert) - first_row;  // of the expert that are left",
                 f"const long long first_slot = moesaic::load_one({offsets} + expert) + first_row;",
             ]
-            first = "first_slot"
         else:
             lines += [
                 "const long long first_token = n / kColumnTiles * kTileRows;",
                 f"const long long rows = {self.parameters.tokens()} - first_token;",
             ]
-            first = "first_token"
-        lines += ["", *self._operands(first), "", "Tile tile;", "tile.clear();"]
-        extent = "kColumns" if self.parts == 2 or not (self.halves and self.in_turn) else "2 * kColumns"
-        start = "first_column" if extent == "kColumns" else "2 * first_column"
-        lines += [
-            f"tile.multiply(left, right, kDepth, moesaic::smaller(kTileRows, rows), {extent} - {start}, shared);"
-            if self.grouped
-            else f"tile.multiply(left, right, kDepth, static_cast<int>(moesaic::at_most(kTileRows, rows)), "
-            f"{extent} - {start}, shared);",
-            "",
-        ]
-        return lines + self._epilogue(first)
+        lines += ["", *self._left_lines(), *self._right_lines(), "", "Tile tile;", "tile.clear();"]
+        lines += [f"tile.multiply(left, right, kDepth, {self._extents()}, shared);", ""]
+        epilogue, before = self._region()
+        return [*lines, *before, *self._epilogue(epilogue)]
 
-    def _operands(self, first: str) -> list[str]:
-        """The functions that say where rows of both operands are."""
-        rows = self.product.x
+    def _extents(self) -> str:
+        """How many rows and columns there are in a tile, for what is fetched line by line."""
+        rows = (
+            "moesaic::smaller(kTileRows, rows)"
+            if self.grouped
+            else "static_cast<int>(moesaic::at_most(kTileRows, rows))"
+        )
+        in_turn = self.halves and self.in_turn
+        return f"{rows}, {'2 * kColumns - 2 * first_column' if in_turn else 'kColumns - first_column'}"
+
+    @property
+    def _first(self) -> str:
+        """The slot or token of a tile's first row."""
+        return "first_slot" if self.grouped else "first_token"
+
+    def _counts_and_offsets(self) -> tuple[str, str]:
+        assert isinstance(self.product, slot.GroupedLinear)
+        counts, offsets = (
+            self.parameters.pointer(self.parameters.index(v)) for v in (self.product.counts, self.product.offsets)
+        )
+        return counts, offsets
+
+    # ---------------------------------------------------------------------------------------- warps that fetch
+
+    def _items(self) -> list[str]:
+        if not self.grouped:
+            return [
+                f"const long long row_tiles = ({self.parameters.tokens()} + kTileRows - 1) / kTileRows;",
+                "const long long items = moesaic::items_of<Tile::kPair>(row_tiles, kColumnTiles);",
+            ]
+        counts, _ = self._counts_and_offsets()
+        return [
+            "int* const first_item = reinterpret_cast<int*>(shared + Tile::kSharedBytes);",
+            f"moesaic::count_before<kExperts, kThreads>({counts}, first_item, [](int rows) {{",
+            "  const int row_tiles = (rows + kTileRows - 1) / kTileRows;",
+            "  return static_cast<int>(moesaic::items_of<Tile::kPair>(row_tiles, kColumnTiles));",
+            "});",
+            "const long long items = first_item[kExperts];",
+        ]
+
+    def _place(self) -> list[str]:
+        """Where the tile lies that a block of a pair has of an item."""
+        if not self.grouped:
+            return [
+                "const auto item = moesaic::item_of<Tile::kPair>(n, Tile::rank(), row_tiles, kColumnTiles);",
+                "const long long first_token = item.row_tile * kTileRows;",
+                f"const long long rows = item.idle ? 0 : {self.parameters.tokens()} - first_token;",
+                "const int first_column = item.column_tile * kTileColumns;",
+            ]
+        counts, offsets = self._counts_and_offsets()
+        return [
+            "const int expert = moesaic::expert_of_tile<kExperts>(first_item, static_cast<int>(n));",
+            f"const int count = moesaic::load_one({counts} + expert);",
+            "const int row_tiles = (count + kTileRows - 1) / kTileRows;",
+            "const auto item =",
+            "    moesaic::item_of<Tile::kPair>(n - first_item[expert], Tile::rank(), row_tiles, kColumnTiles);",
+            "const int first_row = static_cast<int>(item.row_tile) * kTileRows;",
+            "const int rows = item.idle ? 0 : count - first_row;  // of the expert that are left",
+            f"const long long first_slot = moesaic::load_one({offsets} + expert) + first_row;",
+            "const int first_column = item.column_tile * kTileColumns;",
+        ]
+
+    def _fetch(self) -> list[str]:
+        lines = [*self._place(), ""]
+        for name, boxes, how, copied in (
+            ("left", self._left_boxes(), self.fetched[0], self._left_lines),
+            ("right", self._right_boxes(), self.fetched[1], self._right_lines),
+        ):
+            if how is Fetch.LINES or boxes is None:
+                lines += copied()
+            else:
+                lines += boxes.lines(name, self.parameters)
+        return [*lines, f"tile.fetch(left, right, kDepth, {self._extents()}, item.together);"]
+
+    def _multiply(self) -> list[str]:
+        epilogue, before = self._region()
+        passes = ["if (tile.passes(kDepth)) continue;  // the other warpgroup's"] if self.shape.pingpong else []
+        product = ["tile.clear();", "tile.multiply(kDepth, rows);"]
+        return [*passes, *self._place(), "", *before, *product, "", *self._epilogue(epilogue)]
+
+    # ------------------------------------------------------------------------------------------------ operands
+
+    def _left_lines(self) -> list[str]:
+        """The function that says where a tile's rows are."""
+        rows, first = self.product.x, self._first
         source = self._rows_operand()
         index = self.parameters.index(source)
         x, stride = self.parameters.pointer(index), self.parameters.stride(index)
@@ -187,11 +311,10 @@ class _Emitter:
             assert isinstance(rows, OpResult) and isinstance(rows.op, slot.Gather)
             tokens = self.parameters.pointer(self.parameters.index(rows.op.tokens))
             where = f"{x} + static_cast<long long>(moesaic::load_one({tokens} + {first} + r)) * {stride}"
-        lines = [
-            "const auto left = [&](int r) -> const Element* {",
-            f"  return r < rows ? {where} : nullptr;",
-            "};",
-        ]
+        return [f"const auto left = [&](int r) -> const Element* {{ return {where}; }};"]
+
+    def _right_lines(self) -> list[str]:
+        """The function that says where the weight's are."""
         weight = self.parameters.index(self.product.weight)
         w = self.parameters.pointer(weight)
         if self.grouped:
@@ -199,27 +322,22 @@ class _Emitter:
             w = f"{w} + expert * {self.parameters.stride(weight)}"
         else:
             row_stride = self.parameters.stride(weight)
-        lines.append(f"const Element* const weight = {w};")
         start = "2 * first_column" if self.halves and self.in_turn else "first_column"
-        end = "2 * kColumns" if self.halves and self.in_turn else "kColumns"
-        part = "part * kColumns + " if self.parts == 2 else ""
-        unused = "part" if self.parts == 2 else "/*part*/"
+        start = f"part * kColumns + {start}" if self.parts == 2 else start
+        part = "part" if self.parts == 2 else "/*part*/"
         if self.product.transposed:
-            lines += [
-                f"const auto right = [&](int {unused}, long long k) -> const Element* {{",
-                f"  return weight + k * {row_stride} + {part}{start};",
-                "};",
-            ]
+            number, where = "long long k", f"weight + k * {row_stride} + {start}"
         else:
-            lines += [
-                f"const auto right = [&](int {unused}, int c) -> const Element* {{",
-                f"  return {start} + c < {end} ? weight + ({part}{start} + c) * {row_stride} : nullptr;",
-                "};",
-            ]
-        return lines
+            number, where = "int c", f"weight + ({start} + c) * {row_stride}"
+        return [
+            f"const Element* const weight = {w};",
+            f"const auto right = [&](int {part}, {number}) -> const Element* {{ return {where}; }};",
+        ]
 
-    def _epilogue(self, first: str) -> list[str]:
-        vector = self.shape.vector // (2 if self.halves and self.in_turn else 1)
+    # ------------------------------------------------------------------------------------------------ epilogue
+
+    def _region(self) -> tuple[Epilogue, list[str]]:
+        """What follows the product, as lines; and those that come before it."""
         if not self.halves:
             read = ["tile.values[0][i][j][v]"]
         elif self.in_turn:
@@ -227,44 +345,72 @@ class _Emitter:
         else:
             read = ["tile.values[0][i][j][v]", "tile.values[1][i][j][v]"]
         place = "slot" if self.grouped else "token"
-        epilogue = Epilogue(self.parameters, self.columns, vector, (self.product.result, read), place)
+        computed = (self.product.result, read)
+        staged = self.staging.places if self.staging is not None else None
+        epilogue = Epilogue(self.parameters, self.columns, self._vector, computed, place, self.shape.fetches, staged)
         self.parameters.taken |= {place, "rows", "weight"}
         skip: list[Op] = [self.product]
         if isinstance(self.product.x, OpResult) and self.region.users(self.product.x) == [self.product]:
             skip.append(self.product.x.op)
         epilogue.emit(skip)
-        step = "tile.column(j) / 2" if self.halves and self.in_turn else "tile.column(j)"
-        lines = [f"// {comment(self.product, epilogue.name)}", f"constexpr int kVector = {vector};"]
-        lines += [f"float {name}[Tile::kOwnRows] = {{}};" for name, _ in epilogue.sums]
-        lines += [
+        before = list(epilogue.arrays)
+        if epilogue.numbers:
+            before += [*self._rows(place), *indented(epilogue.numbers, 2), "}", ""]
+        return epilogue, before
+
+    @property
+    def _vector(self) -> int:
+        if self.staging is not None:
+            return 2
+        return self.shape.vector // (2 if self.halves and self.in_turn else 1)
+
+    def _rows(self, place: str) -> list[str]:
+        """The beginning of a loop over the rows that a thread holds."""
+        return [
             "#pragma unroll",
             "for (int i = 0; i < Tile::kOwnRows; ++i) {",
             "  if (tile.row(i) >= rows) continue;",
-            f"  const long long {place} = {first} + tile.row(i);",
-            *indented(epilogue.for_row, 2),
+            f"  const long long {place} = {self._first} + tile.row(i);",
         ]
-        if epilogue.row_stores:
-            lines += ["  if (first_column == 0 && tile.column(0) == 0) {", *indented(epilogue.row_stores, 4), "  }"]
-        lines += [
+
+    def _epilogue(self, epilogue: Epilogue) -> list[str]:
+        first, place = self._first, epilogue.place
+        step = "tile.column(j) / 2" if self.halves and self.in_turn else "tile.column(j)"
+        columns = [
             "#pragma unroll",
             "  for (int j = 0; j < Tile::kOwnVectors; ++j) {",
             f"    const int column = first_column + {step};",
-            "    if (column >= kColumns) continue;",
-            *indented(epilogue.loads, 4),
-            "#pragma unroll",
-            "    for (int v = 0; v < kVector; ++v) {",
-            *indented(epilogue.lines, 6),
-            "    }",
-            *indented(epilogue.stores, 4),
-            "  }",
-            "}",
+            "    if (kColumns % kTileColumns != 0 && column >= kColumns) continue;",
         ]
+        lines = [f"// {comment(self.product, epilogue.name)}", f"constexpr int kVector = {self._vector};"]
+        lines += [f"float {name}[Tile::kOwnRows] = {{}};" for name, _ in epilogue.sums]
+        compute = [
+            *epilogue.loads,
+            "#pragma unroll",
+            "for (int v = 0; v < kVector; ++v) {",
+            *indented(epilogue.lines, 2),
+            "}",
+            *epilogue.stores,
+        ]
+        if self.staging is not None:
+            where = [
+                "const int column = first_column + tile.column(j);",
+                "if (kColumns % Staged::kColumns != 0 && column >= kColumns) continue;",
+            ]
+            lines += self.staging.leave(self.parameters, [*where, *compute], first, "0", "")
+        else:
+            lines += [*self._rows(place), *indented(epilogue.for_row, 2)]
+            if epilogue.row_stores:
+                lines += ["  if (first_column == 0 && tile.column(0) == 0) {", *indented(epilogue.row_stores, 4), "  }"]
+            if epilogue.reads:
+                lines += [*indented(epilogue.held, 2), *columns, *indented(epilogue.reads, 4), "  }"]
+            lines += [*columns, *indented(compute, 4), "  }", "}"]
         for name, value in epilogue.sums:
             parts = -(-self.columns // SUM_COLUMNS)
             pointer = epilogue.sum_pointer(value)
             lines += [
                 f"tile.sum_rows({name}, shared, [&](int row, float total) {{",
-                f"  const long long place = ({first} + row) * {parts}LL + n % kColumnTiles;",
+                f"  const long long place = ({first} + row) * {parts}LL + first_column / kTileColumns;",
                 f"  if (row < rows) moesaic::store_one({pointer} + place, total);",
                 "});",
             ]

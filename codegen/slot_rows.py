@@ -94,6 +94,7 @@ def generate(op: Kernel) -> GeneratedKernel:
             ],
             "aliases": [],
             "tile_bytes": 0,
+            "cluster": 1,
             "parameters": parameters.lines,
             "body": indented([*body, "}"], 2),
         },

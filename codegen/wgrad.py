@@ -2,7 +2,8 @@
 
 Persistent blocks go over the tiles of every expert's matrix; the sum of a tile is over the expert's rows, so that an
 expert without any writes zeros at once. Sums of an operand's rows, the gradient of a bias, are taken by the blocks
-that have the first tile beside them, from rows that lie in the cache.
+that have the first tile beside them, from rows that lie in the cache. Where the tile has warps of its own that fetch
+(``fetching.py``), these go over the same tiles.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from __future__ import annotations
 import math as python_math
 
 from moesaic.codegen.epilogue import Parameters, check_target, columns_of
+from moesaic.codegen.fetching import Boxes, Fetch, in_two_roles, tile_type
 from moesaic.codegen.kernel import GeneratedKernel
 from moesaic.codegen.render import banner, indented, render
 from moesaic.codegen.row_program import STORAGE, Line, comment, short_name
+from moesaic.codegen.staging import Staging
 from moesaic.ir.core import BlockArgument, OpResult, Value
 from moesaic.ir.errors import InternalError, UnsupportedError
 from moesaic.ir.ops import math, slot
@@ -42,27 +45,39 @@ class _Emitter:
         self.wgrad = wgrads[0]
         self.grouped = isinstance(self.wgrad, slot.GroupedWgrad)
         self.sums = [o for o in self.region.ops if isinstance(o, slot.ExpertSums)]
+        self.fetched = self._ways()
+        self.pair = 2 if Fetch.SHARED in self.fetched else 1
+        size = self.wgrad.a.type.dtype.bytes
+        self.left, self.right = (Lines(True, self._aligned(value, size)) for value in (self.wgrad.a, self.wgrad.b))
+        self.tile_bytes = self.shape.shared_bytes(size, 1, self.left, self.right)
+        # Of a matrix, its part of the results, and whether it is added to what is there.
+        self.value, _, self.onto = self._after(self.wgrad.y, "")
+        self.index = op.reads + self.region.terminator.operands.index(self.value)
+        self.staging: Staging | None = None
+        if self.onto is None:
+            columns = self.shape.columns
+            self.staging = Staging.of_matrices(self.parameters, self.index, self.shape, columns, self.tile_bytes)
+        self.tile_bytes += 2 * self.staging.bytes if self.staging is not None else 0
 
     def generate(self) -> GeneratedKernel:
         body = self._body()
-        size = self.wgrad.a.type.dtype.bytes
-        left, right = (Lines(True, self._aligned(value, size)) for value in (self.wgrad.a, self.wgrad.b))
-        shape = self.shape.cuda(1, left, right)
-        tile_bytes = self.shape.shared_bytes(size, 1, left, right)
+        shape = self.shape.cuda(1, self.left, self.right)
         source = render(
             "over_tiles.cu.j2",
             {
                 "banner": banner(self.op, "the gradient of a weight: sums over rows of outer products"),
                 "symbol": self.op.symbol,
                 "headers": [self.shape.header, "epilogue.cuh"],
-                "bounds": f", {self.shape.blocks}" if self.shape.blocks > 1 else "",
+                "bounds": self.shape.bounds,
+                "cluster": self.pair,
                 "constants": self._constants(),
                 "aliases": [
                     Line("Element", definition=STORAGE[self.wgrad.a.type.dtype]),
                     Line("Shape", definition=f"moesaic::TileShape<{shape}>"),
-                    Line("Tile", definition=f"moesaic::{self.shape.tile}<Element, Shape>"),
+                    *([Line("Staged", definition=self.staging.type)] if self.staging is not None else []),
+                    Line("Tile", definition=tile_type(self.shape, *self.fetched, self.staging is not None)),
                 ],
-                "tile_bytes": tile_bytes,
+                "tile_bytes": self.tile_bytes,
                 "parameters": self.parameters.lines,
                 "body": indented(body, 2),
             },
@@ -74,7 +89,8 @@ class _Emitter:
             threads=self.shape.threads,
             rows_per_block=1,
             grid="device",
-            shared_bytes=tile_bytes,
+            shared_bytes=self.tile_bytes,
+            cluster=self.pair,
         )
 
     def _constants(self) -> list[Line]:
@@ -90,6 +106,21 @@ class _Emitter:
             Line("kColumnTiles", "(kColumns + kTileColumns - 1) / kTileColumns"),
         ]
 
+    def _ways(self) -> tuple[Fetch, Fetch]:
+        """How the operands are fetched: rows that follow one another by the copy engine, those of one operand at most
+        where they are an expert's, for the last step of it has to be fetched line by line."""
+        if not self.shape.fetches:
+            return Fetch.LINES, Fetch.LINES
+        left, right = (
+            _source(v) is v and self.parameters.align(self.parameters.index(v)) == 16
+            for v in (self.wgrad.a, self.wgrad.b)
+        )
+        if left and right and not self.grouped:
+            return Fetch.BOXES, Fetch.SHARED
+        if right:
+            return Fetch.LINES, Fetch.SHARED
+        return (Fetch.SHARED if left else Fetch.LINES), Fetch.LINES
+
     def _aligned(self, value: Value, size: int) -> int:
         index = self.parameters.index(_source(value))
         return python_math.gcd(self.parameters.align(index), columns_of(value) * size)
@@ -97,26 +128,18 @@ class _Emitter:
     # --------------------------------------------------------------------------------------------------------- body
 
     def _body(self) -> list[str]:
-        lines = ["const int rest = static_cast<int>(n % (kRowTiles * kColumnTiles));"]
-        lines += [
+        lines = ["MOESAIC_DYNAMIC_SHARED(unsigned char, shared);"]
+        if self.shape.fetches:
+            roles = in_two_roles("items", self._fetch(), self._multiply(), self.staging is not None)
+            return [*lines, *self._items(), *roles]
+        tile = ["const int rest = static_cast<int>(n % (kRowTiles * kColumnTiles));"]
+        tile += [
             "const int first_row = rest / kColumnTiles * kTileRows;",
             "const int first_column = rest % kColumnTiles * kTileColumns;",
-        ]
-        if isinstance(self.wgrad, slot.GroupedWgrad):
-            counts, offsets = (
-                self.parameters.pointer(self.parameters.index(v)) for v in (self.wgrad.counts, self.wgrad.offsets)
-            )
-            lines += [
-                "const int expert = static_cast<int>(n / (kRowTiles * kColumnTiles));",
-                f"const int slots = moesaic::load_one({counts} + expert);",
-                f"const long long first_slot = moesaic::load_one({offsets} + expert);",
-            ]
-        else:
-            lines += ["const int expert = 0;", f"const int slots = static_cast<int>({self.parameters.tokens()});"]
-            lines.append("const long long first_slot = 0;")
-        lines += ["", *self._operand("left", self.wgrad.a, "", "first_row")]
-        lines += self._operand("right", self.wgrad.b, "int /*part*/, ", "first_column")
-        lines += [
+            *self._slots("n / (kRowTiles * kColumnTiles)"),
+            "",
+            *self._lines("left", self.wgrad.a, "", "first_row"),
+            *self._lines("right", self.wgrad.b, "int /*part*/, ", "first_column"),
             "",
             f"Tile tile;  // {comment(self.wgrad, self._name)}",
             "tile.clear();",
@@ -129,13 +152,85 @@ class _Emitter:
             "for (long long n = blockIdx.x; n < static_cast<long long>(kExperts) * kRowTiles * kColumnTiles; "
             "n += gridDim.x) {"
         )
-        return ["MOESAIC_DYNAMIC_SHARED(unsigned char, shared);", "", loop, *indented(lines, 2), "}"]
+        return [*lines, "", loop, *indented(tile, 2), "}"]
 
-    def _operand(self, name: str, value: Value, part: str, start: str) -> list[str]:
+    def _slots(self, expert: str) -> list[str]:
+        """The rows that are summed: of an expert, or of all tokens."""
+        if not isinstance(self.wgrad, slot.GroupedWgrad):
+            return [
+                "const int expert = 0;",
+                f"const int slots = static_cast<int>({self.parameters.tokens()});",
+                "const long long first_slot = 0;",
+            ]
+        counts, offsets = (
+            self.parameters.pointer(self.parameters.index(v)) for v in (self.wgrad.counts, self.wgrad.offsets)
+        )
         return [
-            f"const auto {name} = [&]({part}int k) -> const Element* {{",
-            f"  return {self._row(value, 'k')} + {start};",
-            "};",
+            f"const int expert = static_cast<int>({expert});",
+            f"const int slots = moesaic::load_one({counts} + expert);",
+            f"const long long first_slot = moesaic::load_one({offsets} + expert);",
+        ]
+
+    # ---------------------------------------------------------------------------------------- warps that fetch
+
+    def _items(self) -> list[str]:
+        """A pair of blocks has two tiles beside each other that have the shared operand in common."""
+        rows, columns = ("Tile::kPair" if how is Fetch.SHARED else "1" for how in (self.fetched[1], self.fetched[0]))
+        return [
+            f"constexpr int kRowItems = (kRowTiles + {rows} - 1) / {rows};",
+            f"constexpr int kColumnItems = (kColumnTiles + {columns} - 1) / {columns};",
+            "constexpr long long items = static_cast<long long>(kExperts) * kRowItems * kColumnItems;",
+        ]
+
+    def _place(self) -> list[str]:
+        of_row, of_column = (
+            " * Tile::kPair + Tile::rank()" if how is Fetch.SHARED else "" for how in (self.fetched[1], self.fetched[0])
+        )
+        return [
+            "const int rest = static_cast<int>(n % (kRowItems * kColumnItems));",
+            f"const int first_row = (rest / kColumnItems{of_row}) * kTileRows;",
+            f"const int first_column = (rest % kColumnItems{of_column}) * kTileColumns;",
+            *self._slots("n / (kRowItems * kColumnItems)"),
+        ]
+
+    def _fetch(self) -> list[str]:
+        lines = [*self._place(), ""]
+        for name, value, part, start, how in (
+            ("left", self.wgrad.a, "", "first_row", self.fetched[0]),
+            ("right", self.wgrad.b, "int /*part*/, ", "first_column", self.fetched[1]),
+        ):
+            if how is Fetch.LINES:
+                lines += self._lines(name, value, part, start)
+                continue
+            boxes = Boxes(self.parameters.index(value), 64, "0", start, "static_cast<int>(first_slot)")
+            if self.grouped:  # rows after the last are another expert's
+                lines += self._lines(f"{name}_lines", value, part, start)
+                both = f"{boxes.expression(self.parameters)}, {name}_lines"
+                lines.append(f"const moesaic::BoxesAndLines<decltype({name}_lines)> {name}{{{both}}};")
+            else:
+                lines += boxes.lines(name, self.parameters)
+        return [*lines, "tile.fetch(left, right, slots, kRows - first_row, kColumns - first_column, true);"]
+
+    def _multiply(self) -> list[str]:
+        passes = ["if (tile.passes(slots)) continue;  // the other warpgroup's"] if self.shape.pingpong else []
+        return [
+            *self._place(),
+            *passes,
+            "",
+            "const int rows = first_column < kColumns ? kRows - first_row : 0;",
+            f"tile.clear();  // {comment(self.wgrad, self._name)}",
+            "tile.multiply(slots, rows);",
+            "",
+            *self._store(),
+            *self._bias(),
+        ]
+
+    # ------------------------------------------------------------------------------------------------ operands
+
+    def _lines(self, name: str, value: Value, part: str, start: str) -> list[str]:
+        """The function that says where an operand's rows are."""
+        return [
+            f"const auto {name} = [&]({part}int k) -> const Element* {{ return {self._row(value, 'k')} + {start}; }};"
         ]
 
     def _row(self, value: Value, number: str) -> str:
@@ -151,8 +246,16 @@ class _Emitter:
 
     def _store(self) -> list[str]:
         value, expression, onto = self._after(self.wgrad.y, "tile.values[0][i][j][v]")
-        index = self.op.reads + self.region.terminator.operands.index(value)
-        pointer = self.parameters.pointer(index)
+        if self.staging is not None:
+            compute = [
+                "float values[2];",
+                "#pragma unroll",
+                f"for (int v = 0; v < 2; ++v) values[v] = {expression};",
+                "staged.put(0, r, w, values);",
+            ]
+            size = "static_cast<long long>(kRows) * kColumns"
+            return self.staging.leave(self.parameters, compute, "first_row", "expert", size)
+        pointer = self.parameters.pointer(self.index)
         size = value.type.dtype.bytes
         align = python_math.gcd(16, columns_of(self.wgrad.b) * size, self.shape.vector * size)
         if onto is not None:
@@ -163,16 +266,20 @@ class _Emitter:
         if onto is not None:
             before = ["    float before[Tile::kVector];", f"    moesaic::load_columns{access}before);"]
             expression = f"before[v] + {expression}"
+        rows, columns = (
+            f"(Tile::kPair * {size})" if how is Fetch.SHARED else size
+            for how, size in ((self.fetched[1], "kTileRows"), (self.fetched[0], "kTileColumns"))
+        )
         return [
             "#pragma unroll",
             "for (int i = 0; i < Tile::kOwnRows; ++i) {",
             "  const int row = first_row + tile.row(i);",
-            "  if (row >= kRows) continue;",
+            f"  if (kRows % {rows} != 0 && row >= kRows) continue;",
             f"  auto* const out_row = {pointer} + (static_cast<long long>(expert) * kRows + row) * kColumns;",
             "#pragma unroll",
             "  for (int j = 0; j < Tile::kOwnVectors; ++j) {",
             "    const int column = first_column + tile.column(j);",
-            "    if (column >= kColumns) continue;",
+            f"    if (kColumns % {columns} != 0 && column >= kColumns) continue;",
             "    const int left = kColumns - column;",
             *before,
             "    float values[Tile::kVector];",
@@ -186,6 +293,7 @@ class _Emitter:
     def _bias(self) -> list[str]:
         """The sums of an operand's rows, by the blocks at the edge of the matrix that has the operand's columns."""
         lines: list[str] = []
+        owners = "Tile::kOwners" if self.shape.fetches else "kThreads"
         for op in self.sums:
             rows, factor = self._summed(op)
             beside, columns, first, tile = (
@@ -214,7 +322,7 @@ class _Emitter:
             lines += [
                 "",
                 f"if ({beside}) {{  // {comment(op, self._name)}",
-                f"  for (int c = threadIdx.x; c < {tile}; c += kThreads) {{",
+                f"  for (int c = threadIdx.x % {owners}; c < {tile}; c += {owners}) {{",
                 f"    const int column = {first} + c;",
                 f"    if (column >= {columns}) break;",
                 "    float total = 0.0f;",

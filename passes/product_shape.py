@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from moesaic.ir.core import Block
+from moesaic.ir.core import Block, OpResult
 from moesaic.ir.errors import InternalError
 from moesaic.ir.ops import row, slot
 from moesaic.ir.ops.kernel import narrow_columns
@@ -43,6 +43,7 @@ class ProductShape:
         stages: of the pipeline that fetches them.
         threads: of a block.
         blocks: that a multiprocessor should hold at least, which bounds registers.
+        pingpong: whether two warpgroups have tiles in turn, rather than one together (``WgmmaTile`` only).
     """
 
     tile: str
@@ -52,31 +53,51 @@ class ProductShape:
     stages: int
     threads: int
     blocks: int = 1
+    pingpong: bool = False
 
     @classmethod
     def of(
-        cls, dtype: DType, parts: int, columns: int, *, tile: str = "", allow_tf32: bool = False, summed: bool = False
+        cls,
+        dtype: DType,
+        parts: int,
+        columns: int,
+        *,
+        tile: str = "",
+        hopper: bool = False,
+        allow_tf32: bool = False,
+        reads: bool = False,
+        tall: bool = False,
     ) -> ProductShape:
         """The rule: tensor cores for 16-bit operands; 128 columns in all parts together, or as few as there are.
 
-        Float32 operands go there only if they may be rounded to tf32. Tiles by mma.sync have four warps of 64 x 64,
-        which read the least of shared memory for each product; two such blocks share a multiprocessor, so that one
-        multiplies while the other is at its epilogue. Those by wgmma have one warpgroup of 128 x 128, two blocks as
-        well, or two of 64 x 256, which read less. Others have 32 elements a thread.
+        On Hopper, tiles by wgmma have two warpgroups that multiply, and four warps that fetch for them. They share a
+        tile of 128 x 256, which needs the least of what it multiplies from the L2 cache, unless much is left to do
+        after a product: then they have tiles of 128 x 128 in turn. Tiles by mma.sync have four warps of 64 x 64, which
+        read the least of shared memory for each product; two such blocks share a multiprocessor, so that one multiplies
+        while the other is at its epilogue. Float32 operands go to tensor cores only if they may be rounded to tf32.
+        Others have 32 elements a thread.
 
         Args:
             dtype: of the operands.
             parts: 2 where gates and ups are computed at once.
             columns: of a part.
-            tile: ``simt``, ``mma``, ``wgmma`` or ``wgmma256``, where it is possible; empty: the rule.
+            tile: ``simt``, ``mma``, or a schedule of tiles by wgmma, ``cooperative`` or ``pingpong``, where it is
+                possible; empty: the rule.
+            hopper: whether there is wgmma.
             allow_tf32: see above.
-            summed: whether sums of rows leave, a partial one for each 128 columns.
+            reads: whether what follows the product reads as many columns as it has.
+            tall: whether a tile that is shared has 256 rows and 128 columns, rather than 128 and 256: where sums of
+                rows leave, a partial one for each 128 columns, or where the left operand is what a pair of blocks has
+                in common.
         """
         whole = max(64, _power_of_two(columns))
-        if tile.startswith("wgmma") and dtype in _SIXTEEN_BITS and parts * min(whole, 128 // parts) >= 128:
-            if tile == "wgmma256" and not summed and parts * min(whole, 256 // parts) == 256:
-                return cls("WgmmaTile", _ROWS, 256 // parts, 64, 4, 256, 1)
-            return cls("WgmmaTile", _ROWS, 128 // parts, 64, 3, 128, 2)
+        wgmma = (hopper and not tile) or tile in ("cooperative", "pingpong")
+        if wgmma and dtype in _SIXTEEN_BITS and parts * whole >= 128:
+            if tile == "pingpong" or (reads and not tile):
+                return cls("WgmmaTile", 128, 128 // parts, 64, 6, 384, 1, True)
+            if tall or parts * whole < 256:
+                return cls("WgmmaTile", 256, 128 // parts, 64, 4, 384, 1)
+            return cls("WgmmaTile", 128, 256 // parts, 64, 4, 384, 1)
         if dtype in _SIXTEEN_BITS and tile != "simt":
             fitting = min(_COLUMNS // parts, max(16, _power_of_two(columns)))
             return cls("MmaTile", _ROWS, fitting, 32, 4, 128, 2)
@@ -91,15 +112,27 @@ class ProductShape:
         return f"tile_{self.tile.removesuffix('Tile').lower()}.cuh"
 
     @property
+    def fetches(self) -> bool:
+        """Whether warps of its own fetch what the others multiply."""
+        return self.tile == "WgmmaTile"
+
+    @property
+    def bounds(self) -> str:
+        """What ``__launch_bounds__`` has after the threads."""
+        return f", {self.blocks}" if self.blocks > 1 or self.fetches else ""
+
+    @property
     def vector(self) -> int:
         """Neighbouring columns that a thread holds."""
-        return 4 if self.tile == "SimtTile" else 2
+        return {"SimtTile": 4, "MmaTile": 2, "WgmmaTile": 8}[self.tile]
 
     def shared_bytes(self, size: int, parts: int, left: Lines, right: Lines) -> int:
         """Shared memory of a block for operands with elements of `size` bytes; the kernel asserts that it is so."""
-        if self.tile in ("MmaTile", "WgmmaTile"):
-            stages = self.stages * self.depth * size * (self.rows + parts * self.columns)
-            return stages + (_SWIZZLED_BLOCK - 16 if self.tile == "WgmmaTile" else 0)
+        stages = self.stages * self.depth * size * (self.rows + parts * self.columns)
+        if self.tile == "MmaTile":
+            return stages
+        if self.tile == "WgmmaTile":  # with two barriers a stage, two more, and a gap before the first
+            return stages + 16 * (self.stages + 1) + _SWIZZLED_BLOCK - 16
         return 4 * self.stages * (self._floats(size, self.rows, left) + self._floats(size, parts * self.columns, right))
 
     def _floats(self, size: int, rows: int, lines: Lines) -> int:
@@ -112,7 +145,7 @@ class ProductShape:
     def parse(cls, config: Mapping[str, str]) -> ProductShape:
         """The shape that `config` says."""
         numbers = {name: int(config[name]) for name in ("rows", "columns", "depth", "stages", "threads", "blocks")}
-        return cls(config["tile"], **numbers)
+        return cls(config["tile"], **numbers, pingpong=config.get("schedule") == "pingpong")
 
     def cuda(self, parts: int, left: Lines, right: Lines) -> str:
         """The arguments of ``TileShape``."""
@@ -122,8 +155,10 @@ class ProductShape:
 
     def config(self) -> dict[str, str]:
         """What `parse` reads."""
+        schedule = {"schedule": "pingpong" if self.pingpong else "cooperative"} if self.fetches else {}
         return {
             "tile": self.tile,
+            **schedule,
             "rows": str(self.rows),
             "columns": str(self.columns),
             "depth": str(self.depth),
@@ -137,20 +172,41 @@ def _power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def product_shape(region: Block, *, tile: str = "", allow_tf32: bool = False) -> ProductShape:
+def product_shape(region: Block, *, tile: str = "", hopper: bool = False, allow_tf32: bool = False) -> ProductShape:
     """The tile of a ``kernel.product`` or ``kernel.wgrad``; see `ProductShape.of`."""
     for op in region.ops:
         if isinstance(op, slot.Product):
-            columns = op.sizes()[1]
-            halves = columns != narrow_columns(region)
+            outer = op.sizes()[1]
+            columns = narrow_columns(region)
             in_turn = any(o.interleaved for o in region.ops if isinstance(o, slot.Split | slot.Join))
-            parts = 2 if halves and not in_turn else 1
-            summed = any(isinstance(o, row.Sum) for o in region.ops)
+            parts = 2 if outer != columns and not in_turn else 1
             return ProductShape.of(
-                op.x.type.dtype, parts, columns // parts, tile=tile, allow_tf32=allow_tf32, summed=summed
+                op.x.type.dtype,
+                parts,
+                outer // parts,
+                tile=tile,
+                hopper=hopper,
+                allow_tf32=allow_tf32,
+                reads=reads_columns(region, columns),
+                tall=any(isinstance(o, row.Sum) for o in region.ops),
             )
         if isinstance(op, slot.GroupedWgrad | slot.Wgrad):
-            outer = op.b.type.shape[-1]
-            assert isinstance(outer, int)
-            return ProductShape.of(op.a.type.dtype, 1, outer, tile=tile, allow_tf32=allow_tf32)
+            width = op.b.type.shape[-1]
+            assert isinstance(width, int)
+            gathered = isinstance(op.b, OpResult) and isinstance(op.b.op, slot.Gather)
+            return ProductShape.of(
+                op.a.type.dtype, 1, width, tile=tile, hopper=hopper, allow_tf32=allow_tf32, tall=gathered
+            )
     raise InternalError("a product kernel without a product")
+
+
+def reads_columns(region: Block, columns: int) -> bool:
+    """Whether what follows a product reads rows of as many columns as it has, or twice as many."""
+    elsewhere = (slot.OfPick, slot.ExpertRows, slot.Product)
+    gathers = [o for o in region.ops if isinstance(o, slot.Gather)]
+    rows = [a for a in region.arguments if a.type.rank == 2] + [g.y for g in gathers]
+    return any(
+        value.type.shape[-1] in (columns, 2 * columns)
+        and any(not isinstance(user, (*elsewhere, slot.Gather)) for user in region.users(value))
+        for value in rows
+    )

@@ -63,7 +63,7 @@ _CHOICES = {
     "select": ("", "merge", "rounds", "sort", "radix"),
     "prefetch": ("", "on", "off"),
     "tokens": ("few", "many"),
-    "tile": ("", "simt", "mma", "wgmma", "wgmma256"),
+    "tile": ("", "simt", "mma", "cooperative", "pingpong"),
 }
 
 
@@ -79,8 +79,8 @@ class Specialize(Pass):
         listed: override how many of its values a lane lists for merging, a power of two (0: the rule decides).
         prefetch: override whether a row is fetched while the one before is worked on: on or off (empty: the rule).
         resident: override how many blocks a multiprocessor should hold at least, which bounds registers (0: rule).
-        tile: override what tiles of products are computed by, where it is possible: simt, mma, wgmma, or wgmma256 of
-            twice as many columns, both on Hopper only (empty: the rule).
+        tile: override what tiles of products are computed by, where it is possible: simt, mma, or,
+            on Hopper, wgmma by its schedule, cooperative or pingpong (empty: the rule).
         allow_tf32: whether products of float32 operands may round them to tf32.
         tokens: few or many: few tokens fill a GPU only if many lanes share one.
         alignment: bytes each input of the first function is known to be aligned to (its address and its row stride);
@@ -134,7 +134,12 @@ class Specialize(Pass):
         alignment = {"alignment": ",".join(str(aligned.get(v, 16)) for v in op.operands[: op.reads])}
         assert op.region is not None
         if op.template in ("product", "wgrad"):
-            return {**product_shape(op.region, tile=self.tile, allow_tf32=self.allow_tf32).config(), **alignment}
+            # Rows in pieces of less than 16 bytes keep warps that fetch too busy.
+            rows = [v for v in op.operands[: op.reads] if v.type.dtype.bytes == 2 and v.type.rank > 1]
+            whole = all(aligned.get(v, 16) >= 16 and _row_bytes(v) % 16 == 0 for v in rows)
+            hopper = self.target == "sm_90a" and whole
+            shape = product_shape(op.region, tile=self.tile, hopper=hopper, allow_tf32=self.allow_tf32)
+            return {**shape.config(), **alignment}
         return {"threads": "256", **alignment}
 
     def _row_program(self, op: Kernel, aligned: dict[Value, int]) -> dict[str, str]:
@@ -441,3 +446,9 @@ def _shared_bytes_per_token(region: Block, experts: int, vec: int, lanes: int, c
     if any(isinstance(o, row.Gather) and not isinstance(o.x, BlockArgument) for o in region.ops):
         total += 4 * experts
     return total + (4 * experts if staged else 0)
+
+
+def _row_bytes(value: Value) -> int:
+    columns = value.type.shape[-1]
+    assert isinstance(columns, int)
+    return columns * value.type.dtype.bytes

@@ -64,7 +64,7 @@ _STICKY = {
 # Of CUtensorMapDataType, CUtensorMapSwizzle and CUtensorMapL2promotion; ``launcher.cpp`` has the last two, too.
 TENSOR_MAP_TYPES = {"f16": 6, "bf16": 9}
 """Numbers of the element types of tensor maps."""
-_SWIZZLE_128B, _PROMOTE_256B = 3, 3
+_SWIZZLES, _PROMOTE_256B = {32: 2, 64: 3}, 3  # of as many bytes as a line of a box has
 _ELEMENT_BYTES = 2
 
 _lock = threading.Lock()
@@ -160,7 +160,7 @@ def encode_tensor_map(boxes: TensorBoxes) -> bytes:
         (ctypes.c_uint32 * 3)(*boxes.box),
         (ctypes.c_uint32 * 3)(1, 1, 1),
         ctypes.c_int(0),  # not interleaved
-        ctypes.c_int(_SWIZZLE_128B),
+        ctypes.c_int(_SWIZZLES[boxes.box_columns]),
         ctypes.c_int(_PROMOTE_256B),
         ctypes.c_int(0),  # zeros outside
     )

@@ -20,7 +20,9 @@ from expert_calls import KINDS, TOP_K, Tensors, check, cotangent_for, exact, ids
 from routing import COMPILED, device_of
 
 import moesaic as mo
+from moesaic.codegen.target import Target
 from moesaic.ir.errors import InputError, InputTypeError, UnsupportedError
+from moesaic.runtime.kernels import compiled_kernel
 
 
 @pytest.mark.parametrize("backend", COMPILED)
@@ -191,21 +193,50 @@ def test_recomputing_keeps_the_dispatch_alone(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", COMPILED)
 @pytest.mark.parametrize(
-    ("tile", "sizes", "columns"), [("wgmma", (2, 128, 128), {64, 128}), ("wgmma256", (2, 256, 128), {128, 256})]
+    ("tile", "kind", "shapes"),
+    [
+        ("cooperative", {"num_experts": 2, "hidden": 128, "intermediate": 128}, {(128, 128), (256, 128)}),
+        ("cooperative", {"num_experts": 2, "hidden": 256, "intermediate": 128}, {(128, 128), (128, 256), (256, 128)}),
+        (
+            "cooperative",
+            {"num_experts": 2, "hidden": 128, "intermediate": 68, "transposed": True},
+            {(128, 128), (256, 128)},
+        ),
+        ("pingpong", {"num_experts": 2, "hidden": 128, "intermediate": 128}, {(128, 64), (128, 128)}),
+        ("pingpong", {"num_experts": 3, "hidden": 200, "intermediate": 72, "bias": True}, {(128, 64), (128, 128)}),
+        ("", {"num_experts": 2, "hidden": 128, "intermediate": 128}, {(128, 128), (256, 128)}),
+    ],
 )
-def test_tiles_of_hopper(tile: str, sizes: tuple[int, int, int], columns: set[int], backend: str) -> None:
+def test_tiles_of_hopper(tile: str, kind: dict[str, Any], shapes: set[tuple[int, int]], backend: str) -> None:
     if backend == "cuda" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("wgmma is Hopper's")
-    experts = mo.Experts(*sizes)
-    given, cotangent = tensors_for(experts, 11, 2, torch.bfloat16), cotangent_for(11, sizes[1], torch.bfloat16)
-    layer = mo.compile(experts, backend=backend, passes=f"specialize{{tile={tile}}}")
+    experts = mo.Experts(**kind)
+    hidden = kind["hidden"]
+    tokens = 11 if tile else 90  # of an expert's rows, 64 leave as a box, the rest one by one
+    given, cotangent = tensors_for(experts, tokens, 2, torch.bfloat16), cotangent_for(tokens, hidden, torch.bfloat16)
+    layer = mo.compile(experts, backend=backend, passes=f"specialize{{tile={tile}}}" if tile else "")
     check(run(layer, given, cotangent, device_of(backend)), exact(experts, given, cotangent), torch.bfloat16)
-    widths = re.findall(r"tile=WgmmaTile  rows=128  columns=(\d+)", layer.source)
-    assert columns <= set(map(int, widths)) and "MmaTile<" not in layer.source.replace("WgmmaTile", "")
+    found = re.findall(rf"tile=WgmmaTile  schedule={tile or '[a-z]+'}  rows=(\d+)  columns=(\d+)", layer.source)
+    assert shapes <= {(int(r), int(c)) for r, c in found} and "MmaTile<" not in layer.source.replace("WgmmaTile", "")
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("sizes", [(128, 2048, 768), (64, 7168, 2048)], ids=["qwen3", "deepseek"])
+def test_products_of_hopper_stay_in_registers_and_in_flight(sizes: tuple[int, int, int]) -> None:
+    """The compiler says in its log (C75..) where it gives registers up, or waits for each product before the next."""
+    layer = mo.compile(mo.Experts(*sizes, dtype="bf16"), target="sm_90a").layer(8, weights_dtype="bf16")
+    products = [k for k in layer.kernels.values() if "WgmmaTile" in k.source]
+    assert len(products) == 6
+    for kernel in products:
+        compiled = compiled_kernel(kernel, Target.parse("sm_90a"))
+        assert not compiled.resources.uses_local_memory, kernel.symbol
+        assert "(C75" not in compiled.log, compiled.log
 
 
 def test_tiles_of_hopper_need_hopper() -> None:
-    layer = mo.compile(mo.Experts(2, 128, 64, dtype="bf16"), target="sm_80", passes="specialize{tile=wgmma}").layer(2)
+    layer = mo.compile(
+        mo.Experts(2, 128, 64, dtype="bf16"), target="sm_80", passes="specialize{tile=cooperative}"
+    ).layer(2)
     with pytest.raises(UnsupportedError, match="tiles by wgmma need sm_90a, found sm_80"):
         _ = layer.source
 

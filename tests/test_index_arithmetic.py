@@ -8,6 +8,7 @@ these tokens. What comes out has to be, bit for bit, what the same tokens give a
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,14 +21,19 @@ import moesaic as mo
 from moesaic.codegen import nvrtc
 from moesaic.codegen.kernel import GeneratedKernel
 from moesaic.ir.errors import InputError
-from moesaic.ir.types import DType
+from moesaic.ir.types import DType, TensorType
+from moesaic.runtime import execute
 from moesaic.runtime.emulator import Buffer, build
 from moesaic.runtime.plan import Step
-from moesaic.runtime.program import Executable, Program, program_of
+from moesaic.runtime.program import Executable, program_of
 from moesaic.runtime.reference import TORCH_DTYPES
 
-EXPERTS = KINDS["bias"]
-"""Its backward has every kernel there is: products, gradients of weights, sums over picks, and rows of slots alone."""
+# Their backward has every kernel there is: products, gradients of weights, sums over picks, and rows of slots alone.
+EXPERTS = {
+    "f32": (KINDS["bias"], torch.float32, DType.F32, ""),
+    # As wide as such tiles are: the copy engine finds rows by their numbers.
+    "wgmma": (mo.Experts(5, 128, 128, bias=True), torch.bfloat16, DType.BF16, "specialize{tile=cooperative}"),
+}
 
 IDS = ids([1, 4, 1], [4, 2, 2], [2, 1, 4], [1, 1, 2], [4, 4, 2])
 """Every pick has a slot, and expert 0 none of them: it has all slots before, see `Place`."""
@@ -52,20 +58,26 @@ class Place:
         return {"T": self.token, "M": self.slot}.get(str(symbol), 0)
 
 
-def launch(step: Step, operands: Sequence[torch.Tensor], leading: Sequence[object], reads: int, at: Place) -> None:
-    """One launch; `operands` are the step's own, `leading` is what the first dimension of each counts."""
+def launch(step: Step, operands: Sequence[torch.Tensor], types: Sequence[TensorType], reads: int, at: Place) -> None:
+    """One launch; `operands` are the step's own."""
     kernel = step.kernel
     if kernel.grid == "fixed":  # the scan, whose table has a row for a block: never so many
         at = Place(0, 0)
-    values = []
+    values: list[int | bytes] = []
     for argument in kernel.arguments:
         if argument.operand < 0:
             values.append(at.token + TOKENS)
             continue
-        tensor, first = operands[argument.operand], at.first(leading[argument.operand], kernel)
+        tensor, type = operands[argument.operand], types[argument.operand]
+        first = at.first(type.leading, kernel)
+        before = first * tensor.stride(0) * tensor.element_size() if first else 0
+        address = (tensor.data_ptr() - before) % 2**64  # where small tensors lie low, addresses wrap
         if argument.kind == "pointer":
-            before = first * tensor.stride(0) * tensor.element_size() if first else 0
-            values.append((tensor.data_ptr() - before) % 2**64)  # where small tensors lie low, addresses wrap
+            values.append(address)
+        elif argument.map is not None:
+            boxes = execute._Boxes.of(argument.map, type)(tensor)
+            boxes = boxes._replace(address=address, rows=first + boxes.rows)
+            values.append(struct.pack("=Q7q64x", *boxes[:8]))
         elif argument.kind == "rows":
             values.append(first + tensor.shape[0])
         else:
@@ -83,7 +95,7 @@ def moved(kernel: GeneratedKernel, at: Place) -> str:
 
     Products and gradients of weights need none: their blocks go over the rows that tables tell of.
     """
-    if at == Place(0, 0) or "Tile tile;" in kernel.source:
+    if at == Place(0, 0) or "Tile tile" in kernel.source:
         return kernel.source
     rows = kernel.threads // 32 if kernel.grid == "device" else kernel.rows_per_block
     first = at.slot if kernel.grid == "device" else at.token
@@ -103,7 +115,7 @@ def run_steps(
     once the launch that fills it is over."""
     plan = executable.plan
     names = [v.name for v in (*plan.inputs, *plan.buffers)]
-    leading = [i.type.leading for i in plan.inputs] + [b.type.leading for b in plan.buffers]
+    types = [v.type for v in (*plan.inputs, *plan.buffers)]
     tensors = [given[i.name] for i in plan.inputs]
     rows = {"T": TOKENS, "M": TOKENS * TOP_K, "C": 1}
     for buffer in plan.buffers:
@@ -113,16 +125,12 @@ def run_steps(
         tensors.append(tensor)
     kernels = [op for op in executable.module.entry.body.ops if hasattr(op, "reads")]
     for step, op in zip(plan.steps, kernels, strict=True):
-        launch(step, [tensors[n] for n in step.operands], [leading[n] for n in step.operands], op.reads, at)
+        launch(step, [tensors[n] for n in step.operands], [types[n] for n in step.operands], op.reads, at)
         for number in step.operands[op.reads :]:
             if names[number] in by_hand:
                 tensors[number].copy_(by_hand[names[number]])
     results = {n: tensors[i] for n, i in zip(plan.result_names, plan.results, strict=True)}
     return {**dict(zip(names, tensors, strict=True)), **results}
-
-
-def program() -> Program:
-    return program_of(EXPERTS.module(DType.F32, TOP_K, DType.I32, DType.F32))
 
 
 def far_place(executables: Sequence[Executable]) -> Place:
@@ -138,18 +146,23 @@ def far_place(executables: Sequence[Executable]) -> Place:
 
 
 @pytest.mark.emulate
-def test_tokens_and_slots_beyond_32_bits() -> None:
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_tokens_and_slots_beyond_32_bits(kind: str) -> None:
     """Forward and backward, against the first tokens of few, and these against float64."""
-    training, backward = (program().executable(kind, "sm_90a", ()) for kind in ("training", "backward"))
-    given = tensors_for(EXPERTS, TOKENS, TOP_K, torch.float32, ids=IDS)
-    given["d_hidden"] = cotangent_for(TOKENS, EXPERTS.hidden, torch.float32)
+    experts, dtype, name, passes = EXPERTS[kind]
+    program = program_of(experts.module(name, TOP_K, DType.I32, DType.F32), passes)
+    training, backward = (program.executable(function, "sm_90a", ()) for function in ("training", "backward"))
+    maps = [a.map for e in (training, backward) for k in e.kernels for a in k.arguments if a.map is not None]
+    assert {m.rows == 0 for m in maps} == ({False, True} if kind == "wgmma" else set())  # of matrices, and of slots
+    given = tensors_for(experts, TOKENS, TOP_K, dtype, ids=IDS)
+    given["d_hidden"] = cotangent_for(TOKENS, experts.hidden, dtype)
     near, far = Place(0, 0), far_place((training, backward))
     # Expert 0 has all slots before those that there is memory for, and no rows that a product should look at.
-    found = torch.bincount(IDS.flatten(), minlength=EXPERTS.num_experts).int()
+    found = torch.bincount(IDS.flatten(), minlength=experts.num_experts).int()
     before = found.clone()
     before[0] = far.slot
     ends = torch.nn.functional.pad(before.cumsum(0), (1, 0))
-    tables = {"bases": torch.zeros(1, EXPERTS.num_experts), "found": before, "counts": found, "offsets": ends}
+    tables = {"bases": torch.zeros(1, experts.num_experts), "found": before, "counts": found, "offsets": ends}
 
     results: list[Tensors] = []
     for at, by_hand in ((near, {}), (far, tables)):
@@ -157,8 +170,8 @@ def test_tokens_and_slots_beyond_32_bits() -> None:
         kept = {i.name: values[i.name] for i in backward.plan.inputs if i.name not in given}
         results.append({**values, **run_steps(backward, {**given, **kept}, at, {})})
     first, last = results
-    wanted = exact(EXPERTS, {n: given[n] for n in given if n != "d_hidden"}, given["d_hidden"])
-    check({n: first[n] for n in wanted}, wanted, torch.float32)
+    wanted = exact(experts, {n: given[n] for n in given if n != "d_hidden"}, given["d_hidden"])
+    check({n: first[n] for n in wanted}, wanted, dtype)
     for name in wanted:
         assert same_bits(last[name], first[name]), name
     assert torch.equal(last["tokens"], first["tokens"] + far.token)

@@ -189,7 +189,7 @@ def test_the_copy_engine_is_told_by_address() -> None:
 
 
 def test_what_no_map_is() -> None:
-    for changed in ({"box_columns": 32}, {"box_rows": 0}, {"box_rows": 257}, {"element": "f32"}, {"columns": 0}):
+    for changed in ({"box_columns": 16}, {"box_rows": 0}, {"box_rows": 257}, {"element": "f32"}, {"columns": 0}):
         with pytest.raises(InternalError, match="cannot read by"):
             TensorMap(**{"columns": 64, "rows": 0, "matrices": 1, "box_rows": 8, **changed})  # type: ignore[arg-type]
     for kind, map in (("tensor_map", None), ("pointer", TensorMap(64, 0, 1, 8))):

@@ -317,7 +317,7 @@ struct Failure {
 
 // As `encode_tensor_map` of driver.py; the code that the driver gives.
 int encode(const Driver& driver, const TensorBoxes& boxes, TensorMap& map) {
-    constexpr int kInvalidValue = 1, kSwizzle128 = 3, kPromote256 = 3;
+    constexpr int kInvalidValue = 1, kSwizzle64 = 2, kSwizzle128 = 3, kPromote256 = 3;
     if (boxes.rows == 0) {
         std::memset(&map, 0, sizeof map);
         return 0;
@@ -328,7 +328,8 @@ int encode(const Driver& driver, const TensorBoxes& boxes, TensorMap& map) {
     const uint32_t box[] = {uint32_t(boxes.box_columns), uint32_t(boxes.box_rows), 1};
     const uint32_t every[] = {1, 1, 1};
     return driver.encode(&map, int(boxes.data_type), 3, reinterpret_cast<void*>(boxes.address), dims, strides, box,
-                         every, /*interleave=*/0, kSwizzle128, kPromote256, /*fill=*/0);
+                         every, /*interleave=*/0, boxes.box_columns == 32 ? kSwizzle64 : kSwizzle128, kPromote256,
+                         /*fill=*/0);
 }
 
 // Launches every step on the current stream of the plan's device.

@@ -45,12 +45,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) experts_backward_d_down_p
     const int slots = moesaic::load_one(saved_counts_ptr + expert);
     const long long first_slot = moesaic::load_one(saved_offsets_ptr + expert);
 
-    const auto left = [&](int k) -> const Element* {
-      return d_hidden_ptr + static_cast<long long>(moesaic::load_one(saved_tokens_ptr + first_slot + k)) * d_hidden_stride + first_row;
-    };
-    const auto right = [&](int /*part*/, int k) -> const Element* {
-      return activated_ptr + (first_slot + k) * 17LL + first_column;
-    };
+    const auto left = [&](int k) -> const Element* { return d_hidden_ptr + static_cast<long long>(moesaic::load_one(saved_tokens_ptr + first_slot + k)) * d_hidden_stride + first_row; };
+    const auto right = [&](int /*part*/, int k) -> const Element* { return activated_ptr + (first_slot + k) * 17LL + first_column; };
 
     Tile tile;  // %d_down_proj = slot.grouped_wgrad %d_outputs, %activated, %saved_counts, %saved_offsets
     tile.clear();
@@ -59,12 +55,12 @@ extern "C" __global__ void __launch_bounds__(kThreads) experts_backward_d_down_p
 #pragma unroll
     for (int i = 0; i < Tile::kOwnRows; ++i) {
       const int row = first_row + tile.row(i);
-      if (row >= kRows) continue;
+      if (kRows % kTileRows != 0 && row >= kRows) continue;
       auto* const out_row = d_down_proj_ptr + (static_cast<long long>(expert) * kRows + row) * kColumns;
 #pragma unroll
       for (int j = 0; j < Tile::kOwnVectors; ++j) {
         const int column = first_column + tile.column(j);
-        if (column >= kColumns) continue;
+        if (kColumns % kTileColumns != 0 && column >= kColumns) continue;
         const int left = kColumns - column;
         float values[Tile::kVector];
 #pragma unroll
@@ -74,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) experts_backward_d_down_p
     }
 
     if (first_column == 0) {  // %d_down_proj_bias = slot.expert_sums %d_outputs, %saved_counts, %saved_offsets
-      for (int c = threadIdx.x; c < kTileRows; c += kThreads) {
+      for (int c = threadIdx.x % kThreads; c < kTileRows; c += kThreads) {
         const int column = first_row + c;
         if (column >= kRows) break;
         float total = 0.0f;
@@ -86,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) experts_backward_d_down_p
     }
 
     if (first_row == 0) {  // %d_up_proj_bias = slot.expert_sums %d_h, %saved_counts, %saved_offsets
-      for (int c = threadIdx.x; c < kTileColumns; c += kThreads) {
+      for (int c = threadIdx.x % kThreads; c < kTileColumns; c += kThreads) {
         const int column = first_column + c;
         if (column >= kColumns) break;
         float total = 0.0f;

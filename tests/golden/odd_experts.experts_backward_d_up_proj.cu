@@ -42,12 +42,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) experts_backward_d_up_pro
     const int slots = moesaic::load_one(saved_counts_ptr + expert);
     const long long first_slot = moesaic::load_one(saved_offsets_ptr + expert);
 
-    const auto left = [&](int k) -> const Element* {
-      return in_ptr + (first_slot + k) * 17LL + first_row;
-    };
-    const auto right = [&](int /*part*/, int k) -> const Element* {
-      return x_ptr + static_cast<long long>(moesaic::load_one(saved_tokens_ptr + first_slot + k)) * x_stride + first_column;
-    };
+    const auto left = [&](int k) -> const Element* { return in_ptr + (first_slot + k) * 17LL + first_row; };
+    const auto right = [&](int /*part*/, int k) -> const Element* { return x_ptr + static_cast<long long>(moesaic::load_one(saved_tokens_ptr + first_slot + k)) * x_stride + first_column; };
 
     Tile tile;  // %d_up_proj = slot.grouped_wgrad %x, %gathered, %saved_counts, %saved_offsets
     tile.clear();
@@ -56,12 +52,12 @@ extern "C" __global__ void __launch_bounds__(kThreads) experts_backward_d_up_pro
 #pragma unroll
     for (int i = 0; i < Tile::kOwnRows; ++i) {
       const int row = first_row + tile.row(i);
-      if (row >= kRows) continue;
+      if (kRows % kTileRows != 0 && row >= kRows) continue;
       auto* const out_row = d_up_proj_ptr + (static_cast<long long>(expert) * kRows + row) * kColumns;
 #pragma unroll
       for (int j = 0; j < Tile::kOwnVectors; ++j) {
         const int column = first_column + tile.column(j);
-        if (column >= kColumns) continue;
+        if (kColumns % kTileColumns != 0 && column >= kColumns) continue;
         const int left = kColumns - column;
         float values[Tile::kVector];
 #pragma unroll

@@ -57,13 +57,9 @@ extern "C" __global__ void __launch_bounds__(kThreads) experts_backward_down_pro
     const int rows = moesaic::load_one(saved_counts_ptr + expert) - first_row;  // of the expert that are left
     const long long first_slot = moesaic::load_one(saved_offsets_ptr + expert) + first_row;
 
-    const auto left = [&](int r) -> const Element* {
-      return r < rows ? d_hidden_ptr + static_cast<long long>(moesaic::load_one(saved_tokens_ptr + first_slot + r)) * d_hidden_stride : nullptr;
-    };
+    const auto left = [&](int r) -> const Element* { return d_hidden_ptr + static_cast<long long>(moesaic::load_one(saved_tokens_ptr + first_slot + r)) * d_hidden_stride; };
     const Element* const weight = down_proj_ptr + expert * down_proj_stride;
-    const auto right = [&](int /*part*/, long long k) -> const Element* {
-      return weight + k * down_proj_row_stride + first_column;
-    };
+    const auto right = [&](int /*part*/, long long k) -> const Element* { return weight + k * down_proj_row_stride + first_column; };
 
     Tile tile;
     tile.clear();
@@ -85,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) experts_backward_down_pro
 #pragma unroll
       for (int j = 0; j < Tile::kOwnVectors; ++j) {
         const int column = first_column + tile.column(j);
-        if (column >= kColumns) continue;
+        if (kColumns % kTileColumns != 0 && column >= kColumns) continue;
         float saved_h[kVector];
         moesaic::load_columns<kVector, 16, false>(saved_h_row + column, kColumns - column, saved_h);
         float expert_rows[kVector];
@@ -116,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) experts_backward_down_pro
       }
     }
     tile.sum_rows(total, shared, [&](int row, float total) {
-      const long long place = (first_slot + row) * 1LL + n % kColumnTiles;
+      const long long place = (first_slot + row) * 1LL + first_column / kTileColumns;
       if (row < rows) moesaic::store_one(out_ptr2 + place, total);
     });
   }

@@ -48,13 +48,9 @@ extern "C" __global__ void __launch_bounds__(kThreads) experts_backward_up_proj(
     const int rows = moesaic::load_one(saved_counts_ptr + expert) - first_row;  // of the expert that are left
     const long long first_slot = moesaic::load_one(saved_offsets_ptr + expert) + first_row;
 
-    const auto left = [&](int r) -> const Element* {
-      return r < rows ? d_h_ptr + (first_slot + r) * 17LL : nullptr;
-    };
+    const auto left = [&](int r) -> const Element* { return d_h_ptr + (first_slot + r) * 17LL; };
     const Element* const weight = up_proj_ptr + expert * up_proj_stride;
-    const auto right = [&](int /*part*/, long long k) -> const Element* {
-      return weight + k * up_proj_row_stride + first_column;
-    };
+    const auto right = [&](int /*part*/, long long k) -> const Element* { return weight + k * up_proj_row_stride + first_column; };
 
     Tile tile;
     tile.clear();
@@ -72,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) experts_backward_up_proj(
 #pragma unroll
       for (int j = 0; j < Tile::kOwnVectors; ++j) {
         const int column = first_column + tile.column(j);
-        if (column >= kColumns) continue;
+        if (kColumns % kTileColumns != 0 && column >= kColumns) continue;
         float product_out[kVector];
 #pragma unroll
         for (int v = 0; v < kVector; ++v) {

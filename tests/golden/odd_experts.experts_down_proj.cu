@@ -47,13 +47,9 @@ extern "C" __global__ void __launch_bounds__(kThreads) experts_down_proj(
     const int rows = moesaic::load_one(counts_ptr + expert) - first_row;  // of the expert that are left
     const long long first_slot = moesaic::load_one(offsets_ptr + expert) + first_row;
 
-    const auto left = [&](int r) -> const Element* {
-      return r < rows ? activated_ptr + (first_slot + r) * 17LL : nullptr;
-    };
+    const auto left = [&](int r) -> const Element* { return activated_ptr + (first_slot + r) * 17LL; };
     const Element* const weight = down_proj_ptr + expert * down_proj_stride;
-    const auto right = [&](int /*part*/, int c) -> const Element* {
-      return first_column + c < kColumns ? weight + (first_column + c) * down_proj_row_stride : nullptr;
-    };
+    const auto right = [&](int /*part*/, int c) -> const Element* { return weight + (first_column + c) * down_proj_row_stride; };
 
     Tile tile;
     tile.clear();
@@ -69,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) experts_down_proj(
 #pragma unroll
       for (int j = 0; j < Tile::kOwnVectors; ++j) {
         const int column = first_column + tile.column(j);
-        if (column >= kColumns) continue;
+        if (kColumns % kTileColumns != 0 && column >= kColumns) continue;
         float expert_rows[kVector];
         moesaic::load_columns<kVector, 16, false>(down_proj_bias_ptr + expert * down_proj_bias_stride + column, kColumns - column, expert_rows);
         float outputs_out[kVector];

@@ -40,12 +40,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) moe_backward_d_gate_we
     const int slots = static_cast<int>(tokens);
     const long long first_slot = 0;
 
-    const auto left = [&](int k) -> const Element* {
-      return in_ptr + (first_slot + k) * 60LL + first_row;
-    };
-    const auto right = [&](int /*part*/, int k) -> const Element* {
-      return x_ptr + (first_slot + k) * x_stride + first_column;
-    };
+    const auto left = [&](int k) -> const Element* { return in_ptr + (first_slot + k) * 60LL + first_row; };
+    const auto right = [&](int /*part*/, int k) -> const Element* { return x_ptr + (first_slot + k) * x_stride + first_column; };
 
     Tile tile;  // %wgrad = slot.wgrad %x, %x
     tile.clear();
@@ -54,12 +50,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) moe_backward_d_gate_we
 #pragma unroll
     for (int i = 0; i < Tile::kOwnRows; ++i) {
       const int row = first_row + tile.row(i);
-      if (row >= kRows) continue;
+      if (kRows % kTileRows != 0 && row >= kRows) continue;
       auto* const out_row = d_gate_weight_ptr + (static_cast<long long>(expert) * kRows + row) * kColumns;
 #pragma unroll
       for (int j = 0; j < Tile::kOwnVectors; ++j) {
         const int column = first_column + tile.column(j);
-        if (column >= kColumns) continue;
+        if (kColumns % kTileColumns != 0 && column >= kColumns) continue;
         const int left = kColumns - column;
         float values[Tile::kVector];
 #pragma unroll

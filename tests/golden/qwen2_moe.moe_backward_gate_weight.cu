@@ -41,13 +41,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) moe_backward_gate_weig
     const long long first_token = n / kColumnTiles * kTileRows;
     const long long rows = tokens - first_token;
 
-    const auto left = [&](int r) -> const Element* {
-      return r < rows ? in_ptr + (first_token + r) * 60LL : nullptr;
-    };
+    const auto left = [&](int r) -> const Element* { return in_ptr + (first_token + r) * 60LL; };
     const Element* const weight = gate_weight_ptr;
-    const auto right = [&](int /*part*/, long long k) -> const Element* {
-      return weight + k * gate_weight_stride + first_column;
-    };
+    const auto right = [&](int /*part*/, long long k) -> const Element* { return weight + k * gate_weight_stride + first_column; };
 
     Tile tile;
     tile.clear();
@@ -67,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) moe_backward_gate_weig
 #pragma unroll
       for (int j = 0; j < Tile::kOwnVectors; ++j) {
         const int column = first_column + tile.column(j);
-        if (column >= kColumns) continue;
+        if (kColumns % kTileColumns != 0 && column >= kColumns) continue;
         float x[kVector];
         moesaic::load_columns<kVector, 4, true>(in_ptr2_row + column, kColumns - column, x);
         float x2[kVector];

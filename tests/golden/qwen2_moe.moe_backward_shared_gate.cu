@@ -37,13 +37,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) moe_backward_shared_ga
     const long long first_token = n / kColumnTiles * kTileRows;
     const long long rows = tokens - first_token;
 
-    const auto left = [&](int r) -> const Element* {
-      return r < rows ? in_ptr + (first_token + r) * 1LL : nullptr;
-    };
+    const auto left = [&](int r) -> const Element* { return in_ptr + (first_token + r) * 1LL; };
     const Element* const weight = shared_gate_ptr;
-    const auto right = [&](int /*part*/, long long k) -> const Element* {
-      return weight + k * shared_gate_stride + first_column;
-    };
+    const auto right = [&](int /*part*/, long long k) -> const Element* { return weight + k * shared_gate_stride + first_column; };
 
     Tile tile;
     tile.clear();
@@ -59,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) moe_backward_shared_ga
 #pragma unroll
       for (int j = 0; j < Tile::kOwnVectors; ++j) {
         const int column = first_column + tile.column(j);
-        if (column >= kColumns) continue;
+        if (kColumns % kTileColumns != 0 && column >= kColumns) continue;
         float rounded_out[kVector];
 #pragma unroll
         for (int v = 0; v < kVector; ++v) {

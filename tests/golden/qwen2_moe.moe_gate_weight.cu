@@ -38,13 +38,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) moe_gate_weight(
     const long long first_token = n / kColumnTiles * kTileRows;
     const long long rows = tokens - first_token;
 
-    const auto left = [&](int r) -> const Element* {
-      return r < rows ? x_ptr + (first_token + r) * x_stride : nullptr;
-    };
+    const auto left = [&](int r) -> const Element* { return x_ptr + (first_token + r) * x_stride; };
     const Element* const weight = gate_weight_ptr;
-    const auto right = [&](int /*part*/, int c) -> const Element* {
-      return first_column + c < kColumns ? weight + (first_column + c) * gate_weight_stride : nullptr;
-    };
+    const auto right = [&](int /*part*/, int c) -> const Element* { return weight + (first_column + c) * gate_weight_stride; };
 
     Tile tile;
     tile.clear();
@@ -60,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) moe_gate_weight(
 #pragma unroll
       for (int j = 0; j < Tile::kOwnVectors; ++j) {
         const int column = first_column + tile.column(j);
-        if (column >= kColumns) continue;
+        if (kColumns % kTileColumns != 0 && column >= kColumns) continue;
         float logits_out[kVector];
 #pragma unroll
         for (int v = 0; v < kVector; ++v) {

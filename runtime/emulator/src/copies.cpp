@@ -60,6 +60,7 @@ void forget_copies(Worker& worker) {
     for (unsigned t = 0; t < worker.thread_count; ++t) {
         worker.lanes[t].first_copy = worker.lanes[t].last_copy = kNoCopy;
         worker.lanes[t].copy_groups = 0;
+        worker.lanes[t].store_groups = 0;
     }
     worker.copies_used = 0;
     worker.free_copy = kNoCopy;
@@ -94,9 +95,12 @@ void copy_async(void* shared, const void* global, unsigned bytes, bool valid, Si
 void copy_commit() { this_lane().copy_groups += 1; }
 
 void copy_wait(unsigned groups_left, Site site) {
-    Worker& worker = this_worker();
     Lane& lane = this_lane();
-    const std::uint32_t end = lane.copy_groups > groups_left ? lane.copy_groups - groups_left : 0;
+    finish_copies(lane, lane.copy_groups > groups_left ? lane.copy_groups - groups_left : 0, site);
+}
+
+void finish_copies(Lane& lane, std::uint32_t end, Site site) {
+    Worker& worker = this_worker();
     while (lane.first_copy != kNoCopy && worker.copies[lane.first_copy].group < end) {
         const std::uint32_t entry = lane.first_copy;
         finish(worker.copies[entry], site);

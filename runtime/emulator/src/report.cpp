@@ -85,6 +85,7 @@ void add_lanes(Text& text, unsigned lanes) {
 bool wait_alike(const Lane& a, const Lane& b) {
     if (a.state != b.state || a.site.line != b.site.line || std::strcmp(a.site.file, b.site.file) != 0) return false;
     if (a.state == LaneState::AtBlockBarrier) return a.mask == b.mask && a.block_operation == b.block_operation;
+    if (a.state == LaneState::AtMbarrier) return a.mask == b.mask && a.value == b.value;
     return a.mask == b.mask && a.warp_operation == b.warp_operation;
 }
 
@@ -102,6 +103,8 @@ void add_waiting(Text& text, const Worker& worker, const Warp& warp, const Lane&
     } else if (lane.state == LaneState::AtWarpOperation) {
         text.add(": wait at %s with mask 0x%08x for lanes ", name_of(lane.warp_operation), lane.mask);
         add_lanes(text, lane.mask & warp.alive & ~lanes);
+    } else if (lane.state == LaneState::AtMbarrier) {
+        text.add(": wait at an mbarrier for its phase of parity %u", lane.mask);
     } else {
         text.add(": state %u", static_cast<unsigned>(lane.state));
     }

@@ -79,6 +79,10 @@ void run_lane() {
 
     Lane& lane = this_lane();
     Warp& warp = *lane.warp;
+    if (has_stores(worker, lane)) {
+        report_lane(worker, "a thread ends that has not waited for a box it sent from shared memory", nullptr, nullptr,
+                    nullptr);
+    }
     lane.state = LaneState::Exited;
     warp.alive &= ~(1u << lane.index);
     worker.alive -= 1;
@@ -102,6 +106,8 @@ void set_up_block(Worker& worker, std::uint64_t linear_block) {
     worker.ready_warps = 0;
     std::memset(worker.barriers, 0, sizeof worker.barriers);
     forget_copies(worker);
+    worker.arrival_count = 0;
+    worker.store_count = 0;
     unsigned thread = 0;
     for (unsigned w = 0; w < worker.warp_count; ++w) {
         Warp& warp = worker.warps[w];

@@ -17,7 +17,7 @@ constexpr unsigned kNamedBarriers = 16;
 struct Worker;
 struct Warp;
 
-enum class LaneState : std::uint8_t { Ready, AtWarpOperation, AtBlockBarrier, AtActiveMask, Exited };
+enum class LaneState : std::uint8_t { Ready, AtWarpOperation, AtBlockBarrier, AtActiveMask, AtMbarrier, Exited };
 
 // One CUDA thread. The view comes first: `current_lane` points at it.
 struct Lane {
@@ -30,16 +30,17 @@ struct Lane {
     // What the lane is doing in its current or last collective.
     WarpOperation warp_operation;
     BlockOperation block_operation;
-    unsigned mask;        // warp operation: named lanes; named barrier: its id
+    unsigned mask;        // warp operation: named lanes; named barrier: its id; mbarrier: the parity waited for
     unsigned operand;
     int width;
-    std::uint64_t value;
+    std::uint64_t value;  // mbarrier: its address
     std::uint64_t result;
     Site site;
     // The copies it started: a list in the worker's pool, oldest first.
     std::uint32_t first_copy;
     std::uint32_t last_copy;
     std::uint32_t copy_groups;  // committed so far
+    std::uint32_t store_groups;
     void* frame;  // frame pointer inside the runtime call, start of a walk to the kernel's line
 };
 
@@ -57,6 +58,40 @@ struct PendingCopy {
 // 227 KiB of shared memory in words of 4 bytes, and some more.
 constexpr std::uint32_t kMaxPendingCopies = 64 * 1024;
 constexpr std::uint32_t kNoCopy = ~0u;
+
+// A box of a matrix that the copy engine has been asked for.
+struct PendingBox {
+    unsigned char* shared;
+    const unsigned char* global;
+    unsigned rows;
+    unsigned line_bytes;
+    long long row_bytes;  // between rows in global memory
+    int valid_rows;       // beyond them, and beyond the valid bytes of a row, are zeros
+    int valid_bytes;
+};
+
+// What arrives at an mbarrier by itself: the copies of a lane up to a group, or a box.
+struct PendingArrival {
+    const void* barrier;
+    Lane* lane;     // null: a box
+    std::uint32_t group;
+    PendingBox box;
+    Site site;
+};
+// A box on its way to global memory.
+struct PendingStore {
+    Lane* lane;
+    std::uint32_t group;
+    const unsigned char* shared;
+    unsigned char* global;
+    unsigned line_bytes;
+    long long row_bytes;
+    int valid_rows;
+    int valid_bytes;
+    Site site;
+};
+constexpr unsigned kMaxStores = 1024;
+constexpr unsigned kMaxArrivals = 16 * kMaxThreads;
 
 // Lanes of one warp that wait for the rest of `mask`.
 struct WarpBarrier {
@@ -119,6 +154,11 @@ struct Worker {
     std::uint32_t copies_used = 0;           // entries ever taken in this block
     std::uint32_t free_copy = kNoCopy;       // list of those given back
 
+    PendingArrival arrivals[kMaxArrivals]{};
+    unsigned arrival_count = 0;
+    PendingStore stores[kMaxStores]{};
+    unsigned store_count = 0;
+
     const Buffer* last_read = nullptr;   // the buffers hit last: most accesses hit the same again
     const Buffer* last_write = nullptr;
 
@@ -171,12 +211,17 @@ bool is_poison(const unsigned char* memory, std::size_t bytes);
 // copies.cpp
 void forget_copies(Worker& worker);  // before a block
 void release_copies(Worker& worker);
+// Finishes the copies of a lane that belong to groups before `end`.
+void finish_copies(Lane& lane, std::uint32_t end, Site site);
 
 // collectives.cpp
 bool warp_barrier_complete(const Warp& warp, const WarpBarrier& barrier);
 void complete_warp_barrier(Warp& warp, unsigned slot);
 const char* name_of(WarpOperation operation);
 const char* name_of(BlockOperation operation);
+
+// mbarriers.cpp
+bool has_stores(const Worker& worker, const Lane& lane);
 
 // report.cpp
 [[noreturn]] void report_lane(Worker& worker, const char* message, const Site* site, void* pc, void* frame);

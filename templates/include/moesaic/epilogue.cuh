@@ -5,28 +5,80 @@
 
 namespace moesaic {
 
+// A word of 16 bytes to global memory, in one instruction: what the compiler knows part by part it also stores so. Nothing
+// that a kernel writes is read again, so that loads may pass this.
+__device__ __forceinline__ void store_16(uint4* address, const unsigned* parts) {
+  check_access(address, 16, true);
+#ifdef MOESAIC_EMULATE
+  memcpy(address, parts, 16);
+#else
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};"
+               :: "l"(address), "r"(parts[0]), "r"(parts[1]), "r"(parts[2]), "r"(parts[3]));
+#endif
+}
+
+// Neighbouring elements as they lie in memory, in whole words: what has been read, and is not needed yet.
+template <typename T, int kCount>
+struct Stored {
+  static constexpr int kBytes = kCount * static_cast<int>(sizeof(T));
+  using Part = typename Word<smaller(4, kBytes)>::type;
+  static constexpr int kWords = kBytes / static_cast<int>(sizeof(Part));
+  Part words[kWords];
+
+  __device__ __forceinline__ void put(const T (&elements)[kCount]) { memcpy(words, elements, sizeof(words)); }
+  template <int kAlign>
+  __device__ __forceinline__ void store_to(T* address) const {
+    if constexpr (kAlign >= 16 && kBytes % 16 == 0) {
+#pragma unroll
+      for (int i = 0; i < kBytes / 16; ++i) store_16(reinterpret_cast<uint4*>(address) + i, words + 4 * i);
+    } else {
+      T elements[kCount];
+      memcpy(elements, words, sizeof(words));
+      store<kCount, kAlign>(address, elements);
+    }
+  }
+  __device__ __forceinline__ void to_floats(float (&values)[kCount]) const {
+    T elements[kCount];
+    memcpy(elements, words, sizeof(words));
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) values[i] = to_float(elements[i]);
+  }
+};
+
 // kCount neighbouring elements of a row of which `left` are there; the others are 0 and not read. With kWhole the row's
 // length is a multiple of kCount, so that all are there or none.
 template <int kCount, int kAlign, bool kWhole, typename T>
-__device__ __forceinline__ void load_columns(const T* address, int left, float (&values)[kCount]) {
+__device__ __forceinline__ void read_columns(const T* address, int left, T (&elements)[kCount]) {
   if (kWhole || left >= kCount) {
-    T stored[kCount];
-    load<kCount, kAlign>(address, stored);
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) values[i] = to_float(stored[i]);
+    load<kCount, kAlign>(address, elements);
   } else {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) values[i] = i < left ? to_float(load_one(address + i)) : 0.0f;
+    for (int i = 0; i < kCount; ++i) elements[i] = i < left ? load_one(address + i) : from_float<T>(0.0f);
   }
+}
+template <int kCount, int kAlign, bool kWhole, typename T>
+__device__ __forceinline__ void read_columns(const T* address, int left, Stored<T, kCount>& stored) {
+  T elements[kCount];
+  read_columns<kCount, kAlign, kWhole>(address, left, elements);
+  stored.put(elements);
+}
+template <int kCount, int kAlign, bool kWhole, typename T>
+__device__ __forceinline__ void load_columns(const T* address, int left, float (&values)[kCount]) {
+  T elements[kCount];
+  read_columns<kCount, kAlign, kWhole>(address, left, elements);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) values[i] = to_float(elements[i]);
 }
 
 template <int kCount, int kAlign, bool kWhole, typename T>
 __device__ __forceinline__ void store_columns(T* address, int left, const float (&values)[kCount]) {
   if (kWhole || left >= kCount) {
-    T stored[kCount];
+    T elements[kCount];
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) stored[i] = from_float<T>(values[i]);
-    store<kCount, kAlign>(address, stored);
+    for (int i = 0; i < kCount; ++i) elements[i] = from_float<T>(values[i]);
+    Stored<T, kCount> stored;
+    stored.put(elements);
+    stored.template store_to<kAlign>(address);
   } else {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
@@ -37,19 +89,38 @@ __device__ __forceinline__ void store_columns(T* address, int left, const float 
 
 // Gates and ups of kCount neighbouring columns: in two halves of a row of 2 kHalf elements, or in turn.
 template <int kCount, int kAlign, bool kWhole, int kHalf, bool kInTurn, typename T>
-__device__ __forceinline__ void load_halves(const T* row, int column, float (&gate)[kCount], float (&up)[kCount]) {
+__device__ __forceinline__ void read_halves(const T* row, int column, Stored<T, 2 * kCount>& stored) {
+  T both[2 * kCount];
   if constexpr (kInTurn) {
-    float both[2 * kCount];
-    load_columns<2 * kCount, kAlign, kWhole>(row + 2 * column, 2 * (kHalf - column), both);
+    read_columns<2 * kCount, kAlign, kWhole>(row + 2 * column, 2 * (kHalf - column), both);
+  } else {
+    T gate[kCount], up[kCount];
+    read_columns<kCount, kAlign, kWhole>(row + column, kHalf - column, gate);
+    read_columns<kCount, kAlign, kWhole>(row + kHalf + column, kHalf - column, up);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      gate[i] = both[2 * i];
-      up[i] = both[2 * i + 1];
+      both[i] = gate[i];
+      both[kCount + i] = up[i];
     }
-  } else {
-    load_columns<kCount, kAlign, kWhole>(row + column, kHalf - column, gate);
-    load_columns<kCount, kAlign, kWhole>(row + kHalf + column, kHalf - column, up);
   }
+  stored.put(both);
+}
+template <int kCount, bool kInTurn, typename T>
+__device__ __forceinline__ void take_halves(const Stored<T, 2 * kCount>& stored, float (&gate)[kCount],
+                                            float (&up)[kCount]) {
+  float both[2 * kCount];
+  stored.to_floats(both);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    gate[i] = both[kInTurn ? 2 * i : i];
+    up[i] = both[kInTurn ? 2 * i + 1 : kCount + i];
+  }
+}
+template <int kCount, int kAlign, bool kWhole, int kHalf, bool kInTurn, typename T>
+__device__ __forceinline__ void load_halves(const T* row, int column, float (&gate)[kCount], float (&up)[kCount]) {
+  Stored<T, 2 * kCount> stored;
+  read_halves<kCount, kAlign, kWhole, kHalf, kInTurn>(row, column, stored);
+  take_halves<kCount, kInTurn>(stored, gate, up);
 }
 
 template <int kCount, int kAlign, bool kWhole, int kHalf, bool kInTurn, typename T>

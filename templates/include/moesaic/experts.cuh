@@ -5,10 +5,11 @@
 
 namespace moesaic {
 
-// first[e] = tiles of kRows rows of the experts before e; first[kExperts] = how many there are. For the whole block, which
-// may read them when this returns. `first` has kExperts + 1 + kThreads / 32 elements.
-template <int kExperts, int kRows, int kThreads>
-__device__ __forceinline__ void count_row_tiles(const int* counts, int* first) {
+// first[e] = what `of(rows)` says there is to do for the experts before e, from the rows of each; first[kExperts] = how much
+// there is in all. For the whole block, which may read them when this returns. `first` has kExperts + 1 + kThreads / 32
+// elements.
+template <int kExperts, int kThreads, class Of>
+__device__ __forceinline__ void count_before(const int* counts, int* first, const Of& of) {
   constexpr int kOwn = (kExperts + kThreads - 1) / kThreads;  // neighbouring experts of a thread
   constexpr int kWarps = kThreads / 32;
   const int lane = threadIdx.x % 32;
@@ -21,7 +22,7 @@ __device__ __forceinline__ void count_row_tiles(const int* counts, int* first) {
   for (int i = 0; i < kOwn; ++i) {
     const int expert = threadIdx.x * kOwn + i;
     before[i] = total;
-    if (expert < kExperts) total += (load_one(counts + expert) + kRows - 1) / kRows;
+    if (expert < kExperts) total += of(load_one(counts + expert));
   }
   int upto = total;  // of the lanes up to this one
 #pragma unroll
@@ -42,7 +43,39 @@ __device__ __forceinline__ void count_row_tiles(const int* counts, int* first) {
   __syncthreads();
 }
 
-// The expert that a tile belongs to: the last one whose first tile is not after it and that has tiles.
+// The same of tiles of kRows rows.
+template <int kExperts, int kRows, int kThreads>
+__device__ __forceinline__ void count_row_tiles(const int* counts, int* first) {
+  count_before<kExperts, kThreads>(counts, first, [](int rows) { return (rows + kRows - 1) / kRows; });
+}
+
+// What kPair blocks do at a time, of the tiles of one expert: columns inside rows.
+//
+// A pair of blocks has two tiles below each other, which multiply the same columns of a weight: `together` they fetch them
+// once. Of an odd last row of tiles they have two beside each other.
+struct Item {
+  long long row_tile;
+  int column_tile;
+  bool together;
+  bool idle;  // the tile is another block's
+};
+
+template <int kPair>
+__device__ __forceinline__ long long items_of(long long row_tiles, int column_tiles) {
+  return row_tiles / kPair * column_tiles + row_tiles % kPair * ((column_tiles + kPair - 1) / kPair);
+}
+
+template <int kPair>
+__device__ __forceinline__ Item item_of(long long number, int rank, long long row_tiles, int column_tiles) {
+  const long long below = row_tiles / kPair * column_tiles;
+  if (number < below) {
+    return {number / column_tiles * kPair + rank, static_cast<int>(number % column_tiles), kPair > 1, false};
+  }
+  const int column_tile = static_cast<int>(number - below) * kPair + rank;
+  return {row_tiles - 1, smaller(column_tile, column_tiles - 1), false, column_tile >= column_tiles};
+}
+
+// The expert that a tile (or an item) belongs to: the last one whose first tile is not after it and that has tiles.
 template <int kExperts>
 __device__ __forceinline__ int expert_of_tile(const int* first, int tile) {
   int low = 0, high = kExperts;  // first[low] <= tile < first[high]

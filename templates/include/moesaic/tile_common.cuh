@@ -59,8 +59,8 @@ struct WarpGrid {
 
 // What a thread brings of an operand into shared memory in each kK steps of the sum: kOwn chunks of kChunk elements.
 // kTeam lanes share a line, up to 128 bytes of it at a time, so that a thread needs few addresses. kRows are the rows of
-// the tile (or columns, of one part).
-template <typename T, bool kAcross, int kRows, int kParts, int kK, int kChunk, int kThreads>
+// the tile (or columns, of one part). The threads are kThreads from kFirstThread on, a multiple of a warp.
+template <typename T, bool kAcross, int kRows, int kParts, int kK, int kChunk, int kThreads, int kFirstThread = 0>
 class OperandChunks {
   static constexpr int kPartChunks = (kAcross ? kRows : kK) / kChunk;  // of a line, that follow one another in memory
   static constexpr int kTeam = smaller(kPartChunks, smaller(32, 128 / (kChunk * static_cast<int>(sizeof(T)))));
@@ -80,19 +80,35 @@ class OperandChunks {
   static __device__ __forceinline__ bool exists(int i) { return kLines % kTeams == 0 || line(i) < kLines; }
 
   // Asks for the addresses of lines: `row(part, r)`, r below `extent`, once for all steps; or, across, `row(part, k)`, k
-  // below `depth`, for the steps from `first` on, once for each kK of them. Asking early hides what the answer takes.
+  // below `depth`, for the steps from `first` on, once for each kK of them. Asking early hides what the answer takes; where
+  // there is none, another line is asked for, so that no branch keeps one answer waiting for another.
   template <class Row>
   __device__ __forceinline__ void find(const Row& row, int first, int depth, int extent) {
+    if ((kAcross ? depth : extent) > 0) {
+      find_some(row, first, depth, extent);
+    } else {
+#pragma unroll
+      for (int l = 0; l < kOwnLines; ++l) {
+#pragma unroll
+        for (int p = 0; p < kLineParts; ++p) addresses_[l][p] = nullptr;
+      }
+    }
+  }
+  // The same where there is a line at all.
+  template <class Row>
+  __device__ __forceinline__ void find_some(const Row& row, int first, int depth, int extent) {
     const int element = first_chunk() * kChunk;
+    const int end = kAcross ? depth : extent;
 #pragma unroll
     for (int l = 0; l < kOwnLines; ++l) {
+      const int line = smaller(own_line(l), kLines - 1);
 #pragma unroll
       for (int p = 0; p < kLineParts; ++p) {
-        const int part = kAcross ? p : own_line(l) / kRows;
-        const int r = kAcross ? first + own_line(l) : own_line(l) % kRows;
-        const bool there = own_line(l) < kLines && (kAcross ? r < depth && element < extent : r < extent);
-        const T* const address = there ? row(part, r) : nullptr;
-        addresses_[l][p] = address == nullptr ? nullptr : address + element;
+        const int part = kAcross ? p : line / kRows;
+        const int r = kAcross ? first + line : line % kRows;
+        const T* const address = row(part, smaller(r, end - 1));
+        const bool there = own_line(l) < kLines && r < end && (!kAcross || element < extent) && address != nullptr;
+        addresses_[l][p] = there ? address + element : nullptr;
       }
     }
   }
@@ -109,8 +125,9 @@ class OperandChunks {
  private:
   static constexpr int kLineParts = kAcross ? kParts : 1;
 
-  static __device__ __forceinline__ int own_line(int l) { return static_cast<int>(threadIdx.x) / kTeam + l * kTeams; }
-  static __device__ __forceinline__ int first_chunk() { return static_cast<int>(threadIdx.x) % kTeam; }
+  static __device__ __forceinline__ int thread() { return static_cast<int>(threadIdx.x) - kFirstThread; }
+  static __device__ __forceinline__ int own_line(int l) { return thread() / kTeam + l * kTeams; }
+  static __device__ __forceinline__ int first_chunk() { return thread() % kTeam; }
   // How far own chunk i lies behind the first one of its part.
   static __device__ __forceinline__ int part_chunk(int i) { return i % (kPartChunks / kTeam) * kTeam; }
   __device__ __forceinline__ const T* line_address(int i) const {

@@ -20,9 +20,8 @@ class CopiedOperand {
   }
 
   // Starts copies of the steps from `first` on; zeros where nothing is valid. `place(line, chunk)` is an offset in bytes.
-  template <class Row, class Place>
-  __device__ __forceinline__ void fetch(unsigned char* stage, const Row& row, int first, int depth, int extent,
-                                        const Place& place) {
+  template <class Place>
+  __device__ __forceinline__ void fetch(unsigned char* stage, int first, int depth, int extent, const Place& place) {
     constexpr int kPiece = kAlign / kSize;
 #pragma unroll
     for (int i = 0; i < Chunks::kOwn; ++i) {
@@ -37,7 +36,16 @@ class CopiedOperand {
         copy_elements(to, from, valid);
       }
     }
-    if constexpr (kAcross) chunks_.find(row, first + kK, depth, extent);
+  }
+
+  // Lines across the sum are others in every stage. `ask` for those of the steps after the ones from `first` on before their
+  // copies are started, `take` them after: the answer, which may be a token's number, takes its time.
+  template <class Row>
+  __device__ __forceinline__ void ask(const Row& row, int first, int depth, int extent) {
+    if constexpr (kAcross) next_.find_some(row, first + kK, depth, extent);
+  }
+  __device__ __forceinline__ void take() {
+    if constexpr (kAcross) chunks_ = next_;
   }
 
  private:
@@ -51,7 +59,7 @@ class CopiedOperand {
     *reinterpret_cast<uint4*>(to) = word;
   }
 
-  Chunks chunks_;
+  Chunks chunks_, next_;
 };
 
 }  // namespace moesaic

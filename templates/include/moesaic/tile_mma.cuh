@@ -40,7 +40,9 @@ class MmaOperand {
   }
   template <class Row>
   __device__ __forceinline__ void fetch(unsigned char* stage, const Row& row, int first, int depth, int extent) {
-    copied_.fetch(stage, row, first, depth, extent, [](int line, int chunk) { return place(line, chunk); });
+    copied_.fetch(stage, first, depth, extent, [](int line, int chunk) { return place(line, chunk); });
+    copied_.ask(row, first, depth, extent);
+    copied_.take();
   }
 
   // Where a lane reads the fragments of a warp whose rows begin at `first_row`; what `load` adds to it are constants.

@@ -16,7 +16,7 @@
 // "Matrix Descriptor", "wgmma.mma_async", figures for .m64nNk16; "Memory Consistency Model: Proxies".
 #pragma once
 
-#include "moesaic/base.cuh"
+#include "moesaic/boxes.cuh"
 
 namespace moesaic {
 
@@ -38,50 +38,31 @@ inline SharedMatrix shared_matrix(const void* start, int group_bytes) {
 }
 inline SharedMatrix operator+(SharedMatrix matrix, int bytes) { return {matrix.start + bytes, matrix.group_bytes}; }
 
-// An element as the tensor core finds it: bits 4 to 6 of its address are changed by bits 7 to 9.
-template <typename T, bool kAcross>
-inline float element_of(const SharedMatrix& matrix, int row, int step) {
-  const long long offset = kAcross ? row / 64 * matrix.group_bytes + step * kSwizzledLine + row % 64 * 2
-                                   : row * kSwizzledLine + step * 2;
-  auto address = reinterpret_cast<size_t>(matrix.start + offset);
-  address ^= address / kSwizzledLine % 8 * 16;
-  moesaic_emulate_shared_access(reinterpret_cast<const void*>(address), sizeof(T), sizeof(T));
-  T value;
-  memcpy(&value, reinterpret_cast<const void*>(address), sizeof(value));
-  return to_float(value);
-}
-
 // The products of a warpgroup that have not been waited for. A tensor core reads its operands and writes its sums at any time
 // before the wait. Here operands are read at once and again at the wait, when they must be the same; sums are poison
-// between.
+// between. A thread reads what its own sums are of: all threads together read all, several times.
 class PendingProducts {
   static constexpr int kMost = 64;     // products in flight
   static constexpr int kMostSums = 256;
 
  public:
-  template <typename T, bool kLeftAcross, bool kRightAcross, int kColumns>
-  void add(float* (&sums)[kColumns / 2], const SharedMatrix& left, const SharedMatrix& right) {
-    Sums& held = hold(sums[0], kColumns / 2);
+  // `sum_at(n)`: the sums of the first row, by column, then those of the second.
+  template <int kColumns, class SumAt>
+  void add(const SumAt& sum_at, const moesaic_emulate_matrix& left, const moesaic_emulate_matrix& right, bool half) {
+    static_assert(kColumns == 64 || kColumns == 128 || kColumns == 256, "the widths there are");
+    Sums& held = hold(&sum_at(0), kColumns / 2);
     if (!held.poisoned) {
       for (int n = 0; n < kColumns / 2; ++n) {
-        held.at[n] = sums[n];
-        held.value[n] = *sums[n];
-        *sums[n] = quiet_nan();
+        float& sum = sum_at(n);
+        held.at[n] = &sum;
+        held.value[n] = sum;
+        sum = quiet_nan();
       }
       held.poisoned = true;
     }
-    const int thread = static_cast<int>(threadIdx.x) % 128;
-    for (int n = 0; n < kColumns / 2; ++n) {
-      const int row = thread / 32 * 16 + thread % 32 / 4 + n / 2 % 2 * 8;
-      const int column = n / 4 * 8 + thread % 4 * 2 + n % 2;
-      for (int k = 0; k < 16; ++k) {
-        held.value[n] += element_of<T, kLeftAcross>(left, row, k) * element_of<T, kRightAcross>(right, column, k);
-      }
-    }
     if (count_ == kMost) moesaic_emulate_fail("more products in flight than there should be: is a wait missing?");
-    Product& product = products_[count_++];
-    product = {left, right, kColumns, groups_, seen<T, kLeftAcross, kRightAcross>, 0.0};
-    product.sum = product.see(product);
+    const auto seen = moesaic_emulate_multiply(left, right, kColumns, half, held.value);
+    products_[count_++] = {left, right, kColumns, groups_, seen};
     held.last_group = groups_;
   }
   void commit() { ++groups_; }
@@ -89,9 +70,10 @@ class PendingProducts {
     const int end = groups_ - groups_left;
     int kept = 0;
     for (int i = 0; i < count_; ++i) {
-      if (products_[i].group >= end) {
-        products_[kept++] = products_[i];
-      } else if (products_[i].see(products_[i]) != products_[i].sum) {
+      const Product& product = products_[i];
+      if (product.group >= end) {
+        products_[kept++] = product;
+      } else if (moesaic_emulate_multiplied(product.left, product.right, product.columns) != product.seen) {
         moesaic_emulate_fail("a product that this wait covers: an operand was written meanwhile");
       }
     }
@@ -105,10 +87,9 @@ class PendingProducts {
 
  private:
   struct Product {
-    SharedMatrix left, right;
+    moesaic_emulate_matrix left, right;
     int columns, group;
-    double (*see)(const Product&);
-    double sum;
+    unsigned long long seen;
   };
   struct Sums {
     float* at[kMostSums / 2];
@@ -118,22 +99,6 @@ class PendingProducts {
   };
 
   static float quiet_nan() { return __uint_as_float(0x7fffffffu); }
-
-  // A number for what this thread's share of the operands holds: a change of any element changes some thread's.
-  template <typename T, bool kLeftAcross, bool kRightAcross>
-  static double seen(const Product& product) {
-    const int thread = static_cast<int>(threadIdx.x) % 128;
-    double sum = 0.0;
-    for (int k = 0; k < 16; ++k) {
-      if (thread < 64) sum = 3.0 * sum + bits_of(element_of<T, kLeftAcross>(product.left, thread, k));
-      for (int column = thread; column < product.columns; column += 128) {
-        sum = 5.0 * sum + bits_of(element_of<T, kRightAcross>(product.right, column, k));
-      }
-      sum -= floor(sum / 9007199254740881.0) * 9007199254740881.0;
-    }
-    return sum;
-  }
-  static double bits_of(float x) { return static_cast<double>(__float_as_uint(x) >> 16); }
 
   Sums& hold(const float* first, int count) {
     for (Sums& held : sums_) {
@@ -205,30 +170,42 @@ __device__ __forceinline__ void wgmma_pin(float& sum) {
 #endif
 }
 
-// What this thread has written to shared memory becomes visible to tensor cores, after a barrier.
-__device__ __forceinline__ void shared_to_async_proxy() {
+// Fewer registers for the warps that fetch, more for those that multiply; each warpgroup calls one of them, in a branch of its
+// own. PTX ISA, "Miscellaneous Instructions: setmaxnreg".
+template <int kRegisters>
+__device__ __forceinline__ void give_registers() {
 #ifndef MOESAIC_EMULATE
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(kRegisters));
+#endif
+}
+template <int kRegisters>
+__device__ __forceinline__ void take_registers() {
+#ifndef MOESAIC_EMULATE
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(kRegisters));
 #endif
 }
 
-// sums += left * right, 64 x N. `sums` is [parts][2 x blocks of 64 rows][vectors of a part][2], of which block kBlock is meant;
-// N = parts times 8 times vectors.
-template <typename T, bool kLeftAcross, bool kRightAcross, int kBlock, int kParts, int kRows, int kVectors>
-__device__ __forceinline__ void wgmma(PendingProducts& pending, float (&sums)[kParts][kRows][kVectors][2],
+// sums += left * right, 64 x N. `sums` is [parts][2 x blocks of 64 rows][vectors of a part][elements of a vector], of which
+// block kBlock is meant; N = parts times columns of a part, of which a thread has a fourth. A pair of sums of columns
+// 8 j + 2 t lies at 2 j.
+template <typename T, bool kLeftAcross, bool kRightAcross, int kBlock, int kParts, int kRows, int kVectors, int kVector>
+__device__ __forceinline__ void wgmma(PendingProducts& pending, float (&sums)[kParts][kRows][kVectors][kVector],
                                       SharedMatrix left, SharedMatrix right);
 
 // Element v of the pair in column vector j, counted through all parts, and row i of the two.
-#define MOESAIC_SUM(j, i, v) sums[(j) / kVectors][2 * kBlock + (i)][(j) % kVectors][v]
+#define MOESAIC_SUM(j, i, v)                                                                     \
+  sums[(j) / (kVectors * kVector / 2)][2 * kBlock + (i)][(j) % (kVectors * kVector / 2) / (kVector / 2)] \
+      [2 * ((j) % (kVector / 2)) + (v)]
 
 #ifdef MOESAIC_EMULATE
 
-template <typename T, bool kLeftAcross, bool kRightAcross, int kBlock, int kParts, int kRows, int kVectors>
-__device__ __forceinline__ void wgmma(PendingProducts& pending, float (&sums)[kParts][kRows][kVectors][2],
+template <typename T, bool kLeftAcross, bool kRightAcross, int kBlock, int kParts, int kRows, int kVectors, int kVector>
+__device__ __forceinline__ void wgmma(PendingProducts& pending, float (&sums)[kParts][kRows][kVectors][kVector],
                                       SharedMatrix left, SharedMatrix right) {
-  float* flat[kParts * kVectors * 4];
-  for (int n = 0; n < kParts * kVectors * 4; ++n) flat[n] = &MOESAIC_SUM(n / 4, n / 2 % 2, n % 2);
-  pending.add<T, kLeftAcross, kRightAcross, kParts * kVectors * 8>(flat, left, right);
+  constexpr int kOwn = kParts * kVectors * kVector;  // sums of a row
+  const auto sum_at = [&](int n) -> float& { return MOESAIC_SUM(n % kOwn / 2, n / kOwn, n % 2); };
+  pending.add<4 * kOwn>(sum_at, {left.start, left.group_bytes, kLeftAcross}, {right.start, right.group_bytes, kRightAcross},
+                        std::is_same<T, __half>::value);
 }
 
 #else
@@ -270,10 +247,10 @@ constexpr bool kIsBfloat16<__nv_bfloat16> = true;
                   "130", "131", "132", MOESAIC_SUMS128);                                                           \
   }
 
-template <typename T, bool kLeftAcross, bool kRightAcross, int kBlock, int kParts, int kRows, int kVectors>
-__device__ __forceinline__ void wgmma(PendingProducts&, float (&sums)[kParts][kRows][kVectors][2], SharedMatrix left,
+template <typename T, bool kLeftAcross, bool kRightAcross, int kBlock, int kParts, int kRows, int kVectors, int kVector>
+__device__ __forceinline__ void wgmma(PendingProducts&, float (&sums)[kParts][kRows][kVectors][kVector], SharedMatrix left,
                                       SharedMatrix right) {
-  constexpr int kColumns = kParts * kVectors * 8;
+  constexpr int kColumns = kParts * kVectors * kVector * 4;
   static_assert(kColumns == 64 || kColumns == 128 || kColumns == 256, "the widths there are");
   if constexpr (kIsBfloat16<T>) {
     MOESAIC_WGMMAS("bf16")

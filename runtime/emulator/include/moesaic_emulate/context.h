@@ -104,6 +104,41 @@ MOESAIC_EMULATE_API void copy_commit();
 // Finishes all groups of this lane but the `groups_left` committed last.
 MOESAIC_EMULATE_API void copy_wait(unsigned groups_left, Site site);
 
+// An mbarrier of 8 bytes of shared memory: arrivals that end a phase; an arrival that announces bytes; one for the copies
+// that this lane has started; a wait until the phase of a parity is over.
+MOESAIC_EMULATE_API void mbarrier_init(void* barrier, unsigned arrivals, Site site);
+MOESAIC_EMULATE_API void mbarrier_arrive(void* barrier, unsigned bytes, Site site);
+MOESAIC_EMULATE_API void mbarrier_arrive_after_copies(void* barrier, Site site);
+MOESAIC_EMULATE_API void mbarrier_wait(void* barrier, unsigned parity, Site site);
+
+// A box that the copy engine brings: `rows` lines of `line_bytes`, swizzled; zeros beyond the valid rows and bytes. The
+// barrier counts its bytes when it is there.
+MOESAIC_EMULATE_API void copy_box(void* shared, const void* global, unsigned rows, unsigned line_bytes, long long row_bytes,
+                                  int valid_rows, int valid_bytes, void* barrier, Site site);
+
+// A box that the copy engine takes from shared to global memory: what is valid of it. Stores are in groups of this lane;
+// until the wait that covers a store, shared memory may not change.
+MOESAIC_EMULATE_API void store_box(const void* shared, void* global, unsigned line_bytes, long long row_bytes,
+                                   int valid_rows, int valid_bytes, Site site);
+MOESAIC_EMULATE_API void store_commit();
+MOESAIC_EMULATE_API void store_wait(unsigned groups_left, Site site);
+
+// An operand of 16-bit elements in shared memory, in swizzled lines of 128 bytes. A line is a row, or, `across`, a step of
+// the sum that holds 64 rows, of which the next 64 follow `group_bytes` further.
+struct SwizzledMatrix {
+    const unsigned char* start;
+    int group_bytes;
+    bool across;
+};
+
+// sums += left * right, 64 x columns (whole 64s) in 16 steps: what this thread of a warpgroup has of it by PTX
+// `wgmma.mma_async`, its first row's sums and then its second's. Elements are bfloat16, or half. Returns a number for what
+// it has multiplied; the other function, the number for what there is now.
+MOESAIC_EMULATE_API std::uint64_t multiply_swizzled(const SwizzledMatrix& left, const SwizzledMatrix& right, int columns,
+                                                    bool half, float* sums, Site site);
+MOESAIC_EMULATE_API std::uint64_t digest_of_swizzled(const SwizzledMatrix& left, const SwizzledMatrix& right,
+                                                     int columns);
+
 // Lets other lanes run. `always` false: only now and then, and only under a seeded order (finds more interleavings).
 MOESAIC_EMULATE_API void yield_lane(bool always);
 

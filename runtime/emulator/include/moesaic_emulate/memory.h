@@ -32,6 +32,53 @@ inline void moesaic_emulate_copy_wait(unsigned groups_left,
     ::moesaic_emulate::copy_wait(groups_left, site);
 }
 
+// PTX `mbarrier` and `cp.async.bulk.tensor` for helpers that wrap them.
+inline void moesaic_emulate_mbarrier_init(void* barrier, unsigned arrivals,
+                                          moesaic_emulate_site site = moesaic_emulate_site::here()) {
+    ::moesaic_emulate::mbarrier_init(barrier, arrivals, site);
+}
+inline void moesaic_emulate_mbarrier_arrive(void* barrier, unsigned bytes,
+                                            moesaic_emulate_site site = moesaic_emulate_site::here()) {
+    ::moesaic_emulate::mbarrier_arrive(barrier, bytes, site);
+}
+inline void moesaic_emulate_mbarrier_arrive_after_copies(void* barrier,
+                                                         moesaic_emulate_site site = moesaic_emulate_site::here()) {
+    ::moesaic_emulate::mbarrier_arrive_after_copies(barrier, site);
+}
+inline void moesaic_emulate_mbarrier_wait(void* barrier, unsigned parity,
+                                          moesaic_emulate_site site = moesaic_emulate_site::here()) {
+    ::moesaic_emulate::mbarrier_wait(barrier, parity, site);
+}
+inline void moesaic_emulate_copy_box(void* shared, const void* global, unsigned rows, unsigned line_bytes,
+                                     long long row_bytes, int valid_rows, int valid_bytes, void* barrier,
+                                     moesaic_emulate_site site = moesaic_emulate_site::here()) {
+    ::moesaic_emulate::copy_box(shared, global, rows, line_bytes, row_bytes, valid_rows, valid_bytes, barrier, site);
+}
+
+inline void moesaic_emulate_store_box(const void* shared, void* global, unsigned line_bytes, long long row_bytes,
+                                      int valid_rows, int valid_bytes,
+                                      moesaic_emulate_site site = moesaic_emulate_site::here()) {
+    ::moesaic_emulate::store_box(shared, global, line_bytes, row_bytes, valid_rows, valid_bytes, site);
+}
+inline void moesaic_emulate_store_commit() { ::moesaic_emulate::store_commit(); }
+inline void moesaic_emulate_store_wait(unsigned groups_left,
+                                       moesaic_emulate_site site = moesaic_emulate_site::here()) {
+    ::moesaic_emulate::store_wait(groups_left, site);
+}
+
+// PTX `wgmma.mma_async` for helpers that wrap it.
+using moesaic_emulate_matrix = ::moesaic_emulate::SwizzledMatrix;
+inline unsigned long long moesaic_emulate_multiply(const moesaic_emulate_matrix& left,
+                                                   const moesaic_emulate_matrix& right, int columns, bool half,
+                                                   float* sums,
+                                                   moesaic_emulate_site site = moesaic_emulate_site::here()) {
+    return ::moesaic_emulate::multiply_swizzled(left, right, columns, half, sums, site);
+}
+inline unsigned long long moesaic_emulate_multiplied(const moesaic_emulate_matrix& left,
+                                                     const moesaic_emulate_matrix& right, int columns) {
+    return ::moesaic_emulate::digest_of_swizzled(left, right, columns);
+}
+
 // Loads and stores with a cache hint: the hint has no meaning here.
 #define MOESAIC_EMULATE_LOAD(name)                                                          \
     template <class T>                                                                      \

@@ -1,7 +1,8 @@
 // Force-included before a kernel's text: the CUDA language on a host C++ compiler.
 //
-// Not emulated: inline PTX, TMA, mbarrier, wgmma, clusters. Generated code puts each of these behind a helper with a
-// portable body for `#ifdef MOESAIC_EMULATE`. For cp.async, ldmatrix and mma.sync there is what such a body builds on.
+// Not emulated: inline PTX, and clusters of more than one block. Generated code puts PTX behind helpers with a portable body
+// for `#ifdef MOESAIC_EMULATE`. For cp.async, mbarrier, boxes of the copy engine, ldmatrix and mma.sync there is what such
+// a body builds on.
 #pragma once
 
 // Qualifiers first: CUDA's own headers define only those that are still undefined.

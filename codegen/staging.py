@@ -1,0 +1,156 @@
+"""What leaves a tile through shared memory, box by box; see ``staged.cuh``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moesaic.codegen.epilogue import Parameters, columns_of
+from moesaic.codegen.row_program import STORAGE
+from moesaic.ir.core import Block, OpResult
+from moesaic.ir.ops import row, slot
+from moesaic.passes.product_shape import ProductShape, reads_columns
+
+_ROWS = 64
+_GROUPS = 2
+_SHARED_BYTES = 227 * 1024  # that a block can have
+_FORMS = ((64, 2), (32, 2), (64, 1), (32, 1))  # columns of a box, and buffers: to wait less, to send more at a time
+
+
+@dataclass(frozen=True)
+class Output:
+    """A part of an operand that leaves: `column` is that of its rows which a box begins with, in C++."""
+
+    index: int
+    column: str
+
+
+@dataclass(frozen=True)
+class Staging:
+    """How the results of a tile leave.
+
+    Attributes:
+        outputs: what leaves at a time.
+        columns: of a box.
+        buffers: for each output.
+        element: C++ type.
+    """
+
+    outputs: tuple[Output, ...]
+    columns: int
+    buffers: int
+    element: str
+
+    @classmethod
+    def of(
+        cls,
+        parameters: Parameters,
+        region: Block,
+        columns: int,
+        shape: ProductShape,
+        tile_columns: int,
+        used_bytes: int,
+    ) -> Staging | None:
+        """The way for a region's results of so many columns, if there is one.
+
+        Results have 16 bits and rows of whole chunks of 16 bytes, and nothing is read in columns, which would want
+        other columns with a thread. `used_bytes` of shared memory are taken already.
+        """
+        results = region.terminator.operands
+        wide = [v for v in results if columns_of(v) in (columns, 2 * columns)]
+        numbers = [v for v in results if v not in wide and not (isinstance(v, OpResult) and isinstance(v.op, row.Sum))]
+        elements = [STORAGE[v.type.dtype] for v in wide]
+        fits = columns % 8 == 0 and all(v.type.dtype.bytes == 2 for v in wide) and len(set(elements)) == 1
+        in_turn = any(o.interleaved for o in region.ops if isinstance(o, slot.Split | slot.Join))
+        if not shape.fetches or not fits or numbers or in_turn or reads_columns(region, columns):
+            return None
+        outputs: list[Output] = []
+        for value in wide:
+            index = parameters.op.reads + results.index(value)
+            outputs.append(Output(index, "box_column"))
+            if columns_of(value) != columns:
+                outputs.append(Output(index, "kColumns + box_column"))
+        halves = any(columns_of(v) != columns for v in wide)
+        return cls._fitting(tuple(outputs), elements[0], tile_columns, columns if halves else 0, used_bytes)
+
+    @classmethod
+    def of_matrices(
+        cls, parameters: Parameters, index: int, shape: ProductShape, tile_columns: int, used_bytes: int
+    ) -> Staging | None:
+        """The way for one operand [E, m, n], if there is one."""
+        given = parameters.given(index)
+        if not shape.fetches or given.type.dtype.bytes != 2 or columns_of(given) % 8 != 0:
+            return None
+        output = Output(index, "box_column")
+        return cls._fitting((output,), STORAGE[given.type.dtype], tile_columns, 0, used_bytes)
+
+    @classmethod
+    def _fitting(
+        cls, outputs: tuple[Output, ...], element: str, tile_columns: int, half: int, used_bytes: int
+    ) -> Staging | None:
+        """The first form that shared memory has room for. Boxes do not reach from one half into the other."""
+        for width, buffers in _FORMS:
+            found = cls(outputs, width, buffers, element)
+            whole = tile_columns % width == 0 and half % width == 0
+            if whole and _GROUPS * found.bytes + used_bytes <= _SHARED_BYTES:
+                return found
+        return None
+
+    @property
+    def bytes(self) -> int:
+        """Of a warpgroup."""
+        return len(self.outputs) * self.buffers * _ROWS * self.columns * 2
+
+    @property
+    def type(self) -> str:
+        """The definition of ``Staged``."""
+        return f"moesaic::StagedBoxes<{self.element}, {self.columns}, {len(self.outputs)}, {self.buffers}>"
+
+    def places(self, index: int) -> list[int]:
+        """The numbers of the outputs that are parts of an operand."""
+        return [n for n, output in enumerate(self.outputs) if output.index == index]
+
+    def leave(
+        self, parameters: Parameters, compute: Sequence[str], first_row: str, matrix: str, stride: str
+    ) -> list[str]:
+        """Goes over the boxes of a warpgroup's part of a tile.
+
+        Args:
+            parameters: of the kernel.
+            compute: puts what is in row i and vector j, vector w of the box.
+            first_row: of the operand, that the tile begins with.
+            matrix: the number of the matrix.
+            stride: elements between matrices; empty where there is one.
+        """
+        lines = [
+            "#pragma unroll",
+            "for (int b = 0; b < Tile::kBlocks; ++b) {",
+            "  const long long valid = rows - tile.first_row() - Staged::kRows * b;  // rows of the box",
+            "  if (valid <= 0) continue;",
+            f"  const long long row = {first_row} + tile.first_row() + Staged::kRows * b;",
+            "#pragma unroll",
+            "  for (int c = 0; c < kTileColumns; c += Staged::kColumns) {",
+            "    const int box_column = first_column + c;",
+            "    if (kColumns % kTileColumns != 0 && box_column >= kColumns) continue;",
+            "    staged.begin();",
+            "#pragma unroll",
+            "    for (int r = 0; r < 2; ++r) {",
+            "      const int i = 2 * b + r;",
+            "#pragma unroll",
+            "      for (int w = 0; w < Staged::kVectors; ++w) {",
+            "        const int j = c / 8 + w;",
+            *(" " * 8 + line if not line.startswith("#") else line for line in compute),
+            "      }",
+            "    }",
+            "    staged.written();",
+        ]
+        for number, output in enumerate(self.outputs):
+            pointer = parameters.pointer(output.index)
+            map = parameters.tensor_map(output.index, _ROWS, self.columns)
+            distance = f"{columns_of(parameters.given(output.index))}LL"
+            address = f"{pointer} + {f'{matrix} * {stride} + ' if stride else ''}row * {distance} + {output.column}"
+            lines += [
+                f"    staged.store({number}, {map}, {output.column}, static_cast<int>(row), {matrix}, valid,",
+                f"                 kColumns - box_column, {address}, {distance});",
+            ]
+        return [*lines, "    staged.sent();", "  }", "}"]

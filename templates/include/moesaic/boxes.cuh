@@ -1,0 +1,108 @@
+// Boxes of a matrix, brought into shared memory by the copy engine (TMA, sm_90): one thread asks, and the bytes are counted
+// by an mbarrier. Lines of 128 bytes land swizzled, as wgmma reads them.
+//
+// What a box covers beyond the matrix is filled with zeros, and counted. Its first column is a multiple of 8, 16 bytes; for
+// any other the engine stops the kernel, with an illegal instruction.
+// PTX ISA, "Data Movement and Conversion Instructions: cp.async.bulk.tensor"; "Tensor Swizzling Modes".
+#pragma once
+
+#include "moesaic/mbarrier.cuh"
+#include "moesaic/tensor_map.cuh"
+
+namespace moesaic {
+
+// The box whose first element is (column, row) of a matrix, to `shared`, aligned to 1024 bytes.
+__device__ __forceinline__ void copy_box(void* shared, const TensorMap& map, int column, int row, int matrix,
+                                         Mbarrier* barrier) {
+#ifdef MOESAIC_EMULATE
+  if (column % 8 != 0) moesaic_emulate_fail("a box begins at a column that is no multiple of 8");
+  const long long offset = matrix * map.matrix_bytes + row * map.row_bytes + column * 2ll;
+  const long long rows = map.rows - row, columns = map.columns - column;
+  moesaic_emulate_copy_box(shared, map.address + offset, static_cast<int>(map.box_rows),
+                           static_cast<int>(map.box_columns * 2), map.row_bytes, static_cast<int>(at_most(rows, map.box_rows)),
+                           static_cast<int>(at_most(columns, map.box_columns) * 2), barrier);
+#else
+  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+               "[%0], [%1, {%2, %3, %4}], [%5];"
+               :: "r"(static_cast<unsigned>(__cvta_generic_to_shared(shared))), "l"(&map), "r"(column), "r"(row),
+                  "r"(matrix), "r"(static_cast<unsigned>(__cvta_generic_to_shared(barrier)))
+               : "memory");
+#endif
+}
+
+// The same to both blocks of a pair, at the same place in either's shared memory, counted by either's own barrier.
+__device__ __forceinline__ void copy_box_to_pair(void* shared, const TensorMap& map, int column, int row, int matrix,
+                                                 Mbarrier* barrier) {
+#ifdef MOESAIC_EMULATE
+  copy_box(shared, map, column, row, matrix, barrier);
+#else
+  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+               "[%0], [%1, {%2, %3, %4}], [%5], %6;"
+               :: "r"(static_cast<unsigned>(__cvta_generic_to_shared(shared))), "l"(&map), "r"(column), "r"(row),
+                  "r"(matrix), "r"(static_cast<unsigned>(__cvta_generic_to_shared(barrier))),
+                  "h"(static_cast<unsigned short>(3))
+               : "memory");
+#endif
+}
+
+// A box from `shared` to the matrix; what lies outside of it is not written. In groups of the thread: until
+// `stored_wait<kGroupsLeft>` returns, `shared` may not change, and no thread with a group left may end. What other threads
+// have written to `shared` needs `shared_to_async_proxy` by each, and a barrier, before.
+__device__ __forceinline__ void store_box(const void* shared, const TensorMap& map, int column, int row, int matrix) {
+#ifdef MOESAIC_EMULATE
+  if (column % 8 != 0) moesaic_emulate_fail("a box begins at a column that is no multiple of 8");
+  const long long offset = matrix * map.matrix_bytes + row * map.row_bytes + column * 2ll;
+  const long long rows = map.rows - row, columns = map.columns - column;
+  moesaic_emulate_store_box(shared, const_cast<unsigned char*>(map.address) + offset,
+                            static_cast<int>(map.box_columns * 2), map.row_bytes,
+                            static_cast<int>(at_most(rows, map.box_rows)),
+                            static_cast<int>(at_most(columns, map.box_columns) * 2));
+#else
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3}], [%4];"
+               :: "l"(&map), "r"(column), "r"(row), "r"(matrix),
+                  "r"(static_cast<unsigned>(__cvta_generic_to_shared(shared)))
+               : "memory");
+#endif
+}
+__device__ __forceinline__ void stored_commit() {
+#ifdef MOESAIC_EMULATE
+  moesaic_emulate_store_commit();
+#else
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+#endif
+}
+template <int kGroupsLeft>
+__device__ __forceinline__ void stored_wait() {
+#ifdef MOESAIC_EMULATE
+  moesaic_emulate_store_wait(kGroupsLeft);
+#else
+  asm volatile("cp.async.bulk.wait_group.read %0;" :: "n"(kGroupsLeft) : "memory");
+#endif
+}
+
+// What this thread has written to shared memory becomes visible to tensor cores and the copy engine, after a barrier.
+__device__ __forceinline__ void shared_to_async_proxy() {
+#ifndef MOESAIC_EMULATE
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
+// The barrier of a warpgroup, or of so many threads; each number 1 to 15 is one of its own.
+template <int kThreads>
+__device__ __forceinline__ void sync_threads(int number) {
+#ifdef MOESAIC_EMULATE
+  moesaic_emulate_named_barrier(number, kThreads);
+#else
+  asm volatile("bar.sync %0, %1;" :: "r"(number), "n"(kThreads) : "memory");
+#endif
+}
+
+// The barrier of all threads of a pair of blocks (a cluster), with the meaning of __syncthreads.
+__device__ __forceinline__ void sync_pair() {
+#ifndef MOESAIC_EMULATE
+  asm volatile("barrier.cluster.arrive.release;\n"
+               "barrier.cluster.wait.acquire;" ::: "memory");
+#endif
+}
+
+}  // namespace moesaic
