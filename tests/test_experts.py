@@ -221,10 +221,9 @@ def test_tiles_of_hopper(tile: str, kind: dict[str, Any], shapes: set[tuple[int,
 
 
 @pytest.mark.nvrtc
-@pytest.mark.parametrize("sizes", [(128, 2048, 768), (64, 7168, 2048)], ids=["qwen3", "deepseek"])
-def test_products_of_hopper_stay_in_registers_and_in_flight(sizes: tuple[int, int, int]) -> None:
+def test_products_of_hopper_stay_in_registers_and_in_flight() -> None:
     """The compiler says in its log (C75..) where it gives registers up, or waits for each product before the next."""
-    layer = mo.compile(mo.Experts(*sizes, dtype="bf16"), target="sm_90a").layer(8, weights_dtype="bf16")
+    layer = mo.compile(mo.Experts(128, 2048, 768, dtype="bf16"), target="sm_90a").layer(8, weights_dtype="bf16")
     products = [k for k in layer.kernels.values() if "WgmmaTile" in k.source]
     assert len(products) == 6
     for kernel in products:

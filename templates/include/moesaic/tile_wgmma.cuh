@@ -32,8 +32,7 @@
 // Both blocks of a pair do the same number of steps, one after the other, whatever they find to do.
 //
 // What bounds it: per 64 x 256 x 16, 128 cycles of the tensor cores, 10 KiB are read from shared memory, 80 cycles. A tile
-// of 128 x 256 wants 48 KiB from the L2 cache each 1024 cycles, of a pair 32 KiB; without pairs the cache is the limit, at
-// three quarters of what the tensor cores can do.
+// of 128 x 256 wants 48 KiB from the L2 cache each 1024 cycles, of a pair 32 KiB.
 #pragma once
 
 #include "moesaic/staged.cuh"
@@ -193,8 +192,10 @@ class WgmmaTile {
   static constexpr int kVector = kStagedBytes > 0 ? 2 : 8;
   // Registers of a thread that fetches, which holds addresses of lines, and of one that multiplies. A multiprocessor has 504
   // for one thread of each warpgroup.
-  static constexpr int kFetchRegisters =
-      kLeft != Fetch::kLines && kRight != Fetch::kLines ? 40 : Shape::kM > 128 || kLeft == kRight ? 88 : kPingPong ? 64 : 72;
+  static constexpr int kFetchRegisters = kLeft != Fetch::kLines && kRight != Fetch::kLines ? 40
+                                         : Shape::kM > 128 || kLeft == kRight              ? 88
+                                         : kPingPong                                       ? 64
+                                                                                           : 72;
   static constexpr int kWorkRegisters = smaller(240, (504 - kFetchRegisters) / (kWorkers / 128) / 8 * 8);
 
  private:
