@@ -335,7 +335,9 @@ class Epilogue:
 
     def _load_columns(self, value: Value, pointer: str, align: int, held: DType | None = None) -> None:
         """Reads a vector of columns; where their type in memory is given, ahead of the others'."""
-        held = held if self.ahead else None
+        # Biases of an expert beside it are numbers enough to hold.
+        biased = any(isinstance(op, slot.ExpertRows) for op in self.region.ops)
+        held = held if self.ahead and not biased else None
         base = f"{self.name(value)}_stored"
         if held is not None:
             base = self.parameters.unique(base)

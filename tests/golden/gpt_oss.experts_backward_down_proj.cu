@@ -103,19 +103,12 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
         const __nv_bfloat16* const saved_h_row = saved_h_ptr + slot * saved_h_stride;
         __nv_bfloat16* const out_row = out_ptr + slot * 2880LL;
         __nv_bfloat16* const out_ptr2_row = out_ptr2 + slot * 5760LL;
-        moesaic::Stored<__nv_bfloat16, 2 * kVector> saved_h_stored[Tile::kOwnVectors];
-#pragma unroll
-        for (int j = 0; j < Tile::kOwnVectors; ++j) {
-          const int column = first_column + tile.column(j);
-          if (kColumns % kTileColumns != 0 && column >= kColumns) continue;
-          moesaic::read_halves<kVector, 16, true, kColumns, true>(saved_h_row, column, saved_h_stored[j]);
-        }
 #pragma unroll
         for (int j = 0; j < Tile::kOwnVectors; ++j) {
           const int column = first_column + tile.column(j);
           if (kColumns % kTileColumns != 0 && column >= kColumns) continue;
           float saved_h_gate[kVector], saved_h_up[kVector];
-          moesaic::take_halves<kVector, true>(saved_h_stored[j], saved_h_gate, saved_h_up);
+          moesaic::load_halves<kVector, 16, true, kColumns, true>(saved_h_row, column, saved_h_gate, saved_h_up);
           float expert_rows_gate[kVector], expert_rows_up[kVector];
           moesaic::load_halves<kVector, 16, true, kColumns, true>((gate_up_proj_bias_ptr + expert * gate_up_proj_bias_stride), column, expert_rows_gate, expert_rows_up);
           float rounded2_out[kVector];
