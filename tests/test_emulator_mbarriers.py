@@ -341,13 +341,24 @@ def test_boxes_land_swizzled_with_zeros_outside(rows: int, valid_rows: int, vali
         np.testing.assert_array_equal(run(kernel, given, np.zeros((rows, 64), np.uint16), order=order), wanted)
 
 
+WAIT = "    wait(&barrier, 0);\n"
+SHOW = "    for (int i = threadIdx.x; i < ROWS * 64; i += 32) out[i] = box[i / 64][i % 64];\n"
+
+
 def test_a_box_is_poison_until_somebody_waits() -> None:
     """Whatever its place held before."""
     given = aligned((16 * STRIDE,))
     given[:] = 7
-    kernel = box_kernel(16, 16, 64, "wait(&barrier, 0);\n", "")
+    kernel = box_kernel(16, 16, 64, WAIT + SHOW, SHOW + "    __syncthreads();\n" + WAIT)
     for order in ORDERS:
         np.testing.assert_array_equal(run(kernel, given, np.zeros((16, 64), np.uint16), order=order), POISON)
+
+
+def test_a_box_that_nobody_waits_for_is_reported() -> None:
+    kernel = box_kernel(16, 16, 64, WAIT, "")
+    for order in ORDERS:
+        with pytest.raises(EmulationError, match=r"a box of the copy engine is under way, and the block has ended"):
+            run(kernel, aligned((16 * STRIDE,)), np.zeros((16, 64), np.uint16), order=order)
 
 
 @pytest.mark.parametrize(

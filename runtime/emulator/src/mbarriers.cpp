@@ -211,4 +211,11 @@ bool has_stores(const Worker& worker, const Lane& lane) {
     return false;
 }
 
+const PendingArrival* box_under_way(const Worker& worker) {
+    for (unsigned i = 0; i < worker.arrival_count; ++i) {
+        if (worker.arrivals[i].lane == nullptr) return &worker.arrivals[i];
+    }
+    return nullptr;
+}
+
 }  // namespace moesaic_emulate

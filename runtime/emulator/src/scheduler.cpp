@@ -87,7 +87,14 @@ void run_lane() {
     warp.alive &= ~(1u << lane.index);
     worker.alive -= 1;
     release_after_exit(worker, warp);
-    if (worker.alive == 0) leave_block(worker);
+    if (worker.alive == 0) {
+        // Another block's shared memory may lie there when it comes.
+        if (const PendingArrival* box = box_under_way(worker)) {
+            report_lane(worker, "a box of the copy engine is under way, and the block has ended", &box->site, nullptr,
+                        nullptr);
+        }
+        leave_block(worker);
+    }
     dispatch(worker);
     __builtin_unreachable();
 }

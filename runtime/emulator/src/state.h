@@ -222,6 +222,8 @@ const char* name_of(BlockOperation operation);
 
 // mbarriers.cpp
 bool has_stores(const Worker& worker, const Lane& lane);
+// A box that nobody has waited for, or null.
+const PendingArrival* box_under_way(const Worker& worker);
 
 // report.cpp
 [[noreturn]] void report_lane(Worker& worker, const char* message, const Site* site, void* pc, void* frame);
