@@ -195,7 +195,6 @@ def test_recomputing_keeps_the_dispatch_alone(backend: str) -> None:
 @pytest.mark.parametrize(
     ("tile", "kind", "shapes"),
     [
-        ("cooperative", {"num_experts": 2, "hidden": 128, "intermediate": 128}, {(128, 128), (256, 128)}),
         ("cooperative", {"num_experts": 2, "hidden": 256, "intermediate": 128}, {(128, 128), (128, 256), (256, 128)}),
         (
             "cooperative",
