@@ -488,8 +488,8 @@ def _flag(value: bool) -> str:
     return "true" if value else "false"
 
 
-def check_target(op: Kernel, shape: ProductShape) -> None:
-    """Checks that the target of a product has the instructions of its tile.
+def check_target(op: Kernel, shape: ProductShape) -> Target:
+    """The target of a product, which has the instructions of its tile.
 
     Raises:
         UnsupportedError: it has not.
@@ -498,3 +498,4 @@ def check_target(op: Kernel, shape: ProductShape) -> None:
     target = Target.default() if name is None else Target.parse(name)
     if shape.tile == "WgmmaTile" and not target.has_wgmma:
         raise UnsupportedError(f"{op.symbol}: tiles by wgmma need sm_90a, found {target}; leave tile to the rule")
+    return target

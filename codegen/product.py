@@ -38,7 +38,7 @@ class _Emitter:
         self.parameters = Parameters(op)
         self.region = self.parameters.region
         self.shape = ProductShape.parse(op.configuration)
-        check_target(op, self.shape)
+        target = check_target(op, self.shape)
         products = [o for o in self.region.ops if isinstance(o, slot.Product)]
         if len(products) != 1:
             raise InternalError(f"{op.symbol}: expected one product in the region, found {len(products)}")
@@ -62,9 +62,9 @@ class _Emitter:
             self.columns,
             self.shape,
             self._tile_columns,
-            self.tile_bytes + self._table_bytes,
+            target.shared_optin - self.tile_bytes - self._table_bytes,
         )
-        self.tile_bytes += 2 * self.staging.bytes if self.staging is not None else 0
+        self.tile_bytes += self.staging.bytes if self.staging is not None else 0
 
     def generate(self) -> GeneratedKernel:
         body = self._body()

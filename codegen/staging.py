@@ -13,7 +13,6 @@ from moesaic.passes.product_shape import ProductShape, reads_columns
 
 _ROWS = 64
 _GROUPS = 2
-_SHARED_BYTES = 227 * 1024  # that a block can have
 _FORMS = ((64, 2), (32, 2), (64, 1), (32, 1))  # columns of a box, and buffers: to wait less, to send more at a time
 
 
@@ -49,12 +48,12 @@ class Staging:
         columns: int,
         shape: ProductShape,
         tile_columns: int,
-        used_bytes: int,
+        room: int,
     ) -> Staging | None:
         """The way for a region's results of so many columns, if there is one.
 
         Results have 16 bits and rows of whole chunks of 16 bytes, and nothing is read in columns, which would want
-        other columns with a thread. `used_bytes` of shared memory are taken already.
+        other columns with a thread. `room` is what a block can have of shared memory beside its tile.
         """
         results = region.terminator.operands
         wide = [v for v in results if columns_of(v) in (columns, 2 * columns)]
@@ -71,35 +70,35 @@ class Staging:
             if columns_of(value) != columns:
                 outputs.append(Output(index, "kColumns + box_column"))
         halves = any(columns_of(v) != columns for v in wide)
-        return cls._fitting(tuple(outputs), elements[0], tile_columns, columns if halves else 0, used_bytes)
+        return cls._fitting(tuple(outputs), elements[0], tile_columns, columns if halves else 0, room)
 
     @classmethod
     def of_matrices(
-        cls, parameters: Parameters, index: int, shape: ProductShape, tile_columns: int, used_bytes: int
+        cls, parameters: Parameters, index: int, shape: ProductShape, tile_columns: int, room: int
     ) -> Staging | None:
         """The way for one operand [E, m, n], if there is one."""
         given = parameters.given(index)
         if not shape.fetches or given.type.dtype.bytes != 2 or columns_of(given) % 8 != 0:
             return None
         output = Output(index, "box_column")
-        return cls._fitting((output,), STORAGE[given.type.dtype], tile_columns, 0, used_bytes)
+        return cls._fitting((output,), STORAGE[given.type.dtype], tile_columns, 0, room)
 
     @classmethod
     def _fitting(
-        cls, outputs: tuple[Output, ...], element: str, tile_columns: int, half: int, used_bytes: int
+        cls, outputs: tuple[Output, ...], element: str, tile_columns: int, half: int, room: int
     ) -> Staging | None:
         """The first form that shared memory has room for. Boxes do not reach from one half into the other."""
         for width, buffers in _FORMS:
             found = cls(outputs, width, buffers, element)
             whole = tile_columns % width == 0 and half % width == 0
-            if whole and _GROUPS * found.bytes + used_bytes <= _SHARED_BYTES:
+            if whole and found.bytes <= room:
                 return found
         return None
 
     @property
     def bytes(self) -> int:
-        """Of a warpgroup."""
-        return len(self.outputs) * self.buffers * _ROWS * self.columns * 2
+        """Of shared memory, of a block."""
+        return _GROUPS * len(self.outputs) * self.buffers * _ROWS * self.columns * 2
 
     @property
     def type(self) -> str:

@@ -38,7 +38,7 @@ class _Emitter:
         self.parameters = Parameters(op)
         self.region = self.parameters.region
         self.shape = ProductShape.parse(op.configuration)
-        check_target(op, self.shape)
+        target = check_target(op, self.shape)
         wgrads = [o for o in self.region.ops if isinstance(o, slot.GroupedWgrad | slot.Wgrad)]
         if len(wgrads) != 1:
             raise InternalError(f"{op.symbol}: expected one gradient of a weight in the region, found {len(wgrads)}")
@@ -50,14 +50,13 @@ class _Emitter:
         size = self.wgrad.a.type.dtype.bytes
         self.left, self.right = (Lines(True, self._aligned(value, size)) for value in (self.wgrad.a, self.wgrad.b))
         self.tile_bytes = self.shape.shared_bytes(size, 1, self.left, self.right)
-        # Of a matrix, its part of the results, and whether it is added to what is there.
-        self.value, _, self.onto = self._after(self.wgrad.y, "")
-        self.index = op.reads + self.region.terminator.operands.index(self.value)
+        value, _, onto = self._after(self.wgrad.y, "")
+        self.index = op.reads + self.region.terminator.operands.index(value)
         self.staging: Staging | None = None
-        if self.onto is None:
-            columns = self.shape.columns
-            self.staging = Staging.of_matrices(self.parameters, self.index, self.shape, columns, self.tile_bytes)
-        self.tile_bytes += 2 * self.staging.bytes if self.staging is not None else 0
+        if onto is None:
+            room = target.shared_optin - self.tile_bytes
+            self.staging = Staging.of_matrices(self.parameters, self.index, self.shape, self.shape.columns, room)
+            self.tile_bytes += self.staging.bytes if self.staging is not None else 0
 
     def generate(self) -> GeneratedKernel:
         body = self._body()

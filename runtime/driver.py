@@ -65,7 +65,6 @@ _STICKY = {
 TENSOR_MAP_TYPES = {"f16": 6, "bf16": 9}
 """Numbers of the element types of tensor maps."""
 _SWIZZLES, _PROMOTE_256B = {32: 2, 64: 3}, 3  # of as many bytes as a line of a box has
-_ELEMENT_BYTES = 2
 
 _lock = threading.Lock()
 _bindings_loaded: Any = None
