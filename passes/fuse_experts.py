@@ -4,7 +4,8 @@ A value that has to lie in memory (an operand of a product or of combine, a resu
 the latest product or combine it depends on; if it depends on none, by a product that has what it is computed from at
 hand, and else by a ``kernel.slot_rows``. Whatever else is elementwise is computed again wherever it is needed. A
 gather in front of a product is its prologue: rows are read where they are. The ops of a router are left, one after
-the other and in their place between the kernels, for ``fuse-score-topk``.
+the other and in their place between the kernels, for ``fuse-score-topk``: in two places, where a loss needs what a
+dispatch has counted.
 """
 
 from __future__ import annotations
@@ -56,14 +57,14 @@ class _Fusion:
         self.wgrad_sums: dict[Op, list[Op]] = {}
         self.shared: set[Value] = set()
         """Products that other kernels read, as they lie in memory."""
-        self.router = _Router(self.body)
+        self.routers = _routers(self.body)
 
     def run(self) -> None:
         self._store_operands()
         self._place()
         ops = self.body.ops[:-1]
         terminator = self.body.terminator
-        waiting: list[_Unit] = [self.router] if self.router.ops else []
+        waiting: list[_Unit] = list(self.routers)
         waiting += [_Dispatch(op, self.blocks_symbol) for op in ops if isinstance(op, slot.Dispatch)]
         waiting += self._kernels(ops)
         while waiting:
@@ -82,7 +83,8 @@ class _Fusion:
         self.body.append(terminator)
 
     def _is_there(self, value: Value) -> bool:
-        return value in self.memory or (isinstance(value, BlockArgument) and value not in self.router.values)
+        made = any(value in router.values for router in self.routers)
+        return value in self.memory or (isinstance(value, BlockArgument) and not made)
 
     # ------------------------------------------------------------------------------------------- what is in memory
 
@@ -122,7 +124,7 @@ class _Fusion:
 
         for value in self.shared:
             need(value)
-        for value in self.router.reads:
+        for value in [v for router in self.routers for v in router.reads]:
             if not self._after_wgrad(value):
                 need(value)
         for op in self.body.ops:
@@ -303,11 +305,20 @@ class _Unit:
         raise NotImplementedError
 
 
-class _Router(_Unit):
-    """The ops of a router, taken out of a body: to the others, its results are arguments."""
+def _routers(body: Block) -> list[_Router]:
+    """The ops of a router that a body has, in one unit or in two: those after a dispatch need what it has counted."""
+    part = row_part(body)
+    after: set[Op] = set()
+    for op in body.ops:
+        if op in part and any(isinstance(_op(v), slot.Dispatch) or _op(v) in after for v in op.operands):
+            after.add(op)
+    return [_Router(body, ops) for ops in (part - after, after) if ops]
 
-    def __init__(self, body: Block) -> None:
-        part = row_part(body)
+
+class _Router(_Unit):
+    """Ops of a router, taken out of a body: to the others, their results are arguments."""
+
+    def __init__(self, body: Block, part: set[Op]) -> None:
         self.ops = [op for op in body.ops if op in part]
         others = [op for op in body.ops if op not in part]
         outside = Block()
@@ -319,7 +330,7 @@ class _Router(_Unit):
         self.results = list(stand_ins)
         self.values = list(stand_ins.values())
         made_inside = {r for op in self.ops for r in op.results}
-        read = (v for op in self.ops for v in op.operands if isinstance(v, OpResult) and v not in made_inside)
+        read = (v for op in self.ops for v in op.operands if not isinstance(v, Constant) and v not in made_inside)
         self.reads = list(dict.fromkeys(read))
         body.ops = others
         for op in others:

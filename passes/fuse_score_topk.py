@@ -1,7 +1,8 @@
 """``fuse-score-topk``: everything between the logits and what leaves a token's row becomes one row program.
 
 Sums over tokens stay inside as by-products of the same pass over the rows: the kernel leaves one partial row a block.
-Adding these up, and everything computed from the sums (a loss, say), is a second kernel, a ``kernel.col_finish``.
+Adding these up, and everything computed from the sums (a loss, say), is a second kernel, a ``kernel.col_finish``. Where
+that needs what a dispatch has counted, it comes after the dispatch's kernels.
 """
 
 from __future__ import annotations
@@ -45,14 +46,14 @@ def _shown(value: Value) -> str:
 
 def _outline(function: Function, blocks_symbol: str) -> bool:
     body = function.body
-    before, ops, after_kernels = _around(body)
+    before, ops, between, after_kernels = _around(body)
     if not ops:
         return False
     terminator = body.terminator
     after = _after_sums(ops)
     # What leaves: an input or a constant that is returned passes through.
     made = {r for op in ops for r in op.results}
-    read = [v for op in (*after_kernels, terminator) for v in op.operands]
+    read = [v for op in (*between, *after_kernels, terminator) for v in op.operands]
     returned = [v for v in dict.fromkeys(read) if v in made]
     late = [v for v in returned if v in after or (v.type.leading != "T" and not is_column_value(v))]
     finish_ops = _needed(ops, late, stop=is_column_value)
@@ -61,6 +62,7 @@ def _outline(function: Function, blocks_symbol: str) -> bool:
     ]
     row_results = [*(v for v in returned if v not in late and v not in sums), *sums]
     row_ops = _needed(ops, row_results)
+    _check_order(row_ops, between, late)
     for op in ops:
         op.parent = None
     body.ops = before
@@ -78,6 +80,9 @@ def _outline(function: Function, blocks_symbol: str) -> bool:
         kernel = body.append(RowProgram(outer, {"blocks": blocks_symbol}, region=region, result_names=names))
         final.update(zip(row_results, kernel.results, strict=False))
         tickets = list(kernel.results[len(row_results) :])
+    for op in between:
+        op.operands = [final.get(v, v) for v in op.operands]
+        body.append(op)
     if sums or late:
         region, outer, inside = _region(finish_ops, [*sums, *tickets])
         outer = [final.get(v, v) for v in outer]
@@ -94,16 +99,30 @@ def _outline(function: Function, blocks_symbol: str) -> bool:
     return True
 
 
-def _around(body: Block) -> tuple[list[Op], list[Op], list[Op]]:
-    """The kernels before the ops of a router, these, and the kernels after."""
+def _around(body: Block) -> tuple[list[Op], list[Op], list[Op], list[Op]]:
+    """The kernels before the ops of a router, these, the kernels between them, and those after."""
     ops = body.ops[:-1]
-    plain = [i for i, op in enumerate(ops) if not op.name.startswith("kernel.")]
+    plain = [i for i, op in enumerate(ops) if not _is_kernel(op)]
     if not plain:
-        return ops, [], []
-    first, last = plain[0], plain[-1]
-    if len(plain) != last - first + 1:
-        ops[first].fail("is separated by kernels from other ops of its router")
-    return ops[:first], ops[first : last + 1], ops[last + 1 :]
+        return ops, [], [], []
+    inside = ops[plain[0] : plain[-1] + 1]
+    between = [op for op in inside if _is_kernel(op)]
+    return ops[: plain[0]], [op for op in inside if not _is_kernel(op)], between, ops[plain[-1] + 1 :]
+
+
+def _is_kernel(op: Op) -> bool:
+    return op.name.startswith("kernel.")
+
+
+def _check_order(row_ops: list[Op], between: list[Op], late: Sequence[Value]) -> None:
+    """Raises a diagnostic unless kernels between the ops of a router read rows of it, and write what sums go with."""
+    made = {r for op in between for r in op.results}
+    for op in row_ops:
+        if any(v in made for v in op.operands):
+            op.fail("is separated by kernels from other ops of its router")
+    for op in between:
+        if any(v in late for v in op.operands):
+            op.fail("reads what is computed from sums over tokens, beside the kernel that reads its results")
 
 
 def _after_sums(ops: list[Op]) -> set[Value]:

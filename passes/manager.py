@@ -67,6 +67,7 @@ REGISTRY: dict[str, str] = {
     "drop-sentinel-groups": "moesaic.passes.drop_sentinel_groups:DropSentinelGroups",
     "commute-weights": "moesaic.passes.commute_weights:CommuteWeights",
     "save-products": "moesaic.passes.save_products:SaveProducts",
+    "share-counts": "moesaic.passes.share_counts:ShareCounts",
     "fuse-experts": "moesaic.passes.fuse_experts:FuseExperts",
     "fuse-score-topk": "moesaic.passes.fuse_score_topk:FuseScoreTopk",
     "choose-saved": "moesaic.passes.choose_saved:ChooseSaved",
@@ -76,13 +77,13 @@ REGISTRY: dict[str, str] = {
 
 FORWARD = (
     "canonicalize,lower-aux-loss,cse,dce,expand-rows,sink-gathers,drop-sentinel-groups,commute-weights,cse,dce,"
-    "fuse-experts,fuse-score-topk,plan-workspace,specialize"
+    "share-counts,fuse-experts,fuse-score-topk,plan-workspace,specialize"
 )
 """The pipeline of a layer that is only run forward."""
 
 DEFAULT = (
     "canonicalize,lower-aux-loss,cse,dce,differentiate,expand-rows,sink-gathers,drop-sentinel-groups,commute-weights,"
-    "cse,dce,save-products,cse,dce,fuse-experts,fuse-score-topk,choose-saved,dce,plan-workspace,specialize"
+    "cse,dce,share-counts,save-products,cse,dce,fuse-experts,fuse-score-topk,choose-saved,dce,plan-workspace,specialize"
 )
 """The pipeline of a layer with its backward function."""
 

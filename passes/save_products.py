@@ -84,7 +84,8 @@ class SaveProducts(Pass):
                 stored.name = stored.name or name
             forward.returned.append(stored)
             forward.result_names.append(name)
-        replaced: Value = backward.body.add_argument(stored.type, name)
+        given = (a for a in backward.body.arguments if a.name == name)  # a sum over tokens that a loss needs, too
+        replaced: Value = next(given, None) or backward.body.add_argument(stored.type, name)
         if replaced.type.dtype is not wanted.type.dtype:
             with inserting_before(backward.body, backward.body.ops[0]):
                 replaced = create_one("math.cast", replaced, dtype=wanted.type.dtype.value)

@@ -438,6 +438,18 @@ class Launch:
         return f"launch kernel {self.kernel.name!r} with grid {grid} and block {self.block}"
 
 
+def dependent_launch() -> Any:
+    """The attribute of a launch that may begin before the kernel ahead of it in the stream has ended.
+
+    For kernels that wait by themselves for what they read (programmatic dependent launch).
+    """
+    cuda = _driver()
+    attribute = cuda.CUlaunchAttribute()
+    attribute.id = cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    return attribute
+
+
 def device(ordinal: int) -> Device:
     """The GPU numbered `ordinal`; looked up once, then remembered. Its primary context stays retained.
 

@@ -533,7 +533,9 @@ class _CudaKernel(Loaded):
         self.most_blocks = max(1, clusters) * kernel.cluster
         self._maps = tuple(i for i, a in enumerate(kernel.arguments) if a.map is not None)
         self._encoded = functools.lru_cache(maxsize=64)(driver.encode_tensor_map)  # mostly, tensors come again
-        self._launch = module.kernel.prepare((kernel.threads, 1, 1), kernel.shared_bytes, kinds)
+        # Every kernel begins with `after_kernels_before`.
+        attributes = [driver.dependent_launch()] if target.has_dependent_launch else []
+        self._launch = module.kernel.prepare((kernel.threads, 1, 1), kernel.shared_bytes, kinds, attributes)
 
     def launch(
         self, grid: Grid, stream: int, values: Sequence[Value], tensors: Sequence[torch.Tensor], read: frozenset[int]

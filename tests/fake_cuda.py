@@ -53,6 +53,7 @@ class _Record(ctypes.Structure):
         ("context", ctypes.c_void_p),
         ("grid", ctypes.c_uint * 3),
         ("block", ctypes.c_uint * 3),
+        ("dependent", ctypes.c_uint),
         ("arguments", ctypes.c_uint64 * 32),
         ("map_count", ctypes.c_int),
         ("maps", Map * 4),
@@ -71,6 +72,8 @@ class Launched:
     context: int
     grid: tuple[int, ...]
     block: tuple[int, ...]
+    dependent: bool
+    """Whether it may begin before the one ahead of it in the stream has ended."""
     arguments: tuple[int, ...]
     maps: tuple[Map, ...]
 
@@ -82,7 +85,7 @@ def launches() -> list[Launched]:
     return [
         Launched(
             fake.fake_name(r.function).decode(), r.stream or 0, r.context or 0, tuple(r.grid), tuple(r.block),
-            tuple(r.arguments), tuple(Map.from_buffer_copy(m) for m in r.maps[: r.map_count]),
+            bool(r.dependent), tuple(r.arguments), tuple(Map.from_buffer_copy(m) for m in r.maps[: r.map_count]),
         )
         for r in records[: count.value]
     ]  # fmt: skip

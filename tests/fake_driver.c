@@ -33,7 +33,7 @@ _Static_assert(sizeof(Map) == 128, "the size of CUtensorMap");
 
 typedef struct {
   Handle function, stream, context;
-  unsigned grid[3], block[3];
+  unsigned grid[3], block[3], dependent;
   uint64_t arguments[32];
   int map_count;
   Map maps[4];
@@ -88,6 +88,8 @@ Result cuLaunchKernelEx(const Config* c, Handle function, void** p, void** extra
     Record record = {function, c->stream, depth ? contexts[depth - 1] : 0};
     memcpy(record.grid, c->grid, sizeof record.grid);
     memcpy(record.block, c->block, sizeof record.block);
+    // Programmatic stream serialization, the one attribute there may be.
+    record.dependent = c->num_attributes == 1 && *(const int*)c->attributes == 6;
     const __typeof__(&kernels[0]) kernel = function;
     for (int i = 0; i < kernel->arguments; ++i) {
       if (kernel->maps >> i & 1) memcpy(&record.maps[record.map_count++], p[i], sizeof(Map));

@@ -78,7 +78,7 @@ def seen(inputs: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> lis
 
     found = []
     for launch in fake_cuda.launches():
-        found.append((launch.kernel, launch.stream, launch.context, launch.grid, launch.block))
+        found.append((launch.kernel, launch.stream, launch.context, launch.grid, launch.block, launch.dependent))
         found.extend(name(a) for a in launch.arguments)
         found.extend((name(m.address), m.shape()) for m in launch.maps)
     return found

@@ -189,13 +189,9 @@ def test_one_launch_on_another_device_with_attributes(fake_driver: Path) -> None
     found = _with_fake(
         fake_driver,
         """
-from cuda.bindings import driver as raw
-dependent = raw.CUlaunchAttribute()
-dependent.id = raw.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-dependent.value.programmaticStreamSerializationAllowed = 1
 args = driver.Arguments(KINDS); args.pack(1, 2, 3.0)
 with driver.current(0):
-    load(1).kernel.launch((1, 1, 1), (32, 1, 1), 0, 5, args, [dependent])
+    load(1).kernel.launch((1, 1, 1), (32, 1, 1), 0, 5, args, [driver.dependent_launch()])
 print(json.dumps([last(), fake.fake_depth()]))
 """,
     )

@@ -8,17 +8,21 @@ printed at the end of the run and checked by nobody.
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import dataclass
 
 import pytest
 
 import moesaic as mo
+from moesaic.codegen.disassemble import disassemble
 from moesaic.codegen.kernel import GeneratedKernel
 from moesaic.codegen.target import WARP_THREADS, Target, known_targets
+from moesaic.ir.types import DType
 from moesaic.runtime.kernels import compiled_kernel
 from moesaic.runtime.program import program_of
 
 TARGETS = ("sm_80", "sm_90a", "sm_100a")
+HOPPER = Target.parse("sm_90a")
 DIRECTIONS = ("forward", "training", "backward")
 BUCKETS = ("few", "many")
 
@@ -180,6 +184,14 @@ def budget(symbol: str, experts: int, target: Target) -> int:
     return min(fitting, target.max_registers_per_thread)
 
 
+def waits_first(ptx: str, target: Target) -> None:
+    """Asserts that a kernel waits for those before it, and touches no memory of theirs until then."""
+    accesses = re.search(r"\b(ld|st|red|atom)\.global|cp\.async|griddepcontrol\.wait", ptx)
+    assert accesses is not None
+    assert target.has_dependent_launch == (accesses.group() == "griddepcontrol.wait")
+    assert ptx.count("griddepcontrol.wait") == ptx.count("griddepcontrol.launch_dependents")
+
+
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("case", [parameter(case) for case in CASES])
 def test_kernels_fit_registers(case: Case, record_property: pytest.RecordProperty) -> None:
@@ -194,7 +206,19 @@ def test_kernels_fit_registers(case: Case, record_property: pytest.RecordPropert
         if used.uses_local_memory or not 0 < used.registers <= allowed:
             over.append(f"{kernel.symbol}: {used}; at most {allowed} registers, no spills and no stack are allowed")
         assert used.static_shared_bytes <= target.shared_static
+        waits_first(compiled.ptx, target)
     assert not over, "\n".join(over)
+
+
+@pytest.mark.nvrtc
+def test_kernels_of_experts_wait_for_those_before() -> None:
+    """In what runs, too: the assembler could move loads, which the compiler may take for loads of constants."""
+    program = program_of(mo.Experts(5, 136, 72).module(DType.BF16, 3))
+    for kernel in program.executable("training", HOPPER.name, ()).kernels:
+        compiled = compiled_kernel(kernel, HOPPER)
+        waits_first(compiled.ptx, HOPPER)
+        accesses = re.search(r"\b(LDG|STG|RED|ATOM|LDGSTS|UTMA\w+|ACQBULK)\b", disassemble(compiled.cubin))
+        assert accesses is not None and accesses.group() == "ACQBULK"
 
 
 @pytest.mark.nvrtc

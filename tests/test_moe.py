@@ -482,15 +482,44 @@ def test_what_has_no_meaning_is_refused() -> None:
 
 def test_one_row_program_and_no_more_products_than_needed() -> None:
     """Of forward: logits, router, dispatch in three, two products, combine. Backward repeats no product."""
-    layer = mo.compile(LAYERS["plain"], backend="reference").layer(dtype="bf16")
-    forward, backward = layer.stages["choose-saved"].split("moe.func")[1:]
-    kernels = [line.split("kernel.")[1].split()[0] for line in forward.splitlines() if " = kernel." in line]
-    dispatch = ["dispatch_count", "dispatch_scan", "dispatch_scatter"]
-    assert kernels == ["product", "row_program", "col_finish", *dispatch, "product", "product", "combine"]
+    forward, backward = _lowered(LAYERS["plain"])
+    assert _kernels(forward) == ["product", "row_program", *DISPATCH, "product", "product", "combine"]
     assert backward.count("= kernel.product") == 3  # two of experts, one for logits
     assert backward.count("= kernel.wgrad") == 3
     assert backward.count("= kernel.row_program") == 1
     assert "row.topk" not in backward
+
+
+DISPATCH = ["dispatch_count", "dispatch_scan", "dispatch_scatter"]
+
+
+def _lowered(layer: mo.MoE) -> tuple[str, str]:
+    """Forward and backward, as kernels."""
+    forward, backward = (
+        mo.compile(layer, backend="reference").layer(dtype="bf16").stages["choose-saved"].split("moe.func")[1:]
+    )
+    return forward, backward
+
+
+def _kernels(function: str) -> list[str]:
+    found = [line.split("kernel.")[1].split()[0] for line in function.splitlines() if " = kernel." in line]
+    return [kernel for kernel in found if kernel != "ticket"]
+
+
+def test_picks_are_counted_once() -> None:
+    """The counts of a router are a dispatch's, also where a loss needs them, which then comes after the dispatch."""
+    forward, backward = _lowered(LAYERS["losses"])
+    products = ["product", "product", "combine"]
+    assert _kernels(forward) == ["product", "row_program", *DISPATCH, "col_finish", *products]
+    assert "col.count" not in forward + backward and "saved_counts" not in forward + backward
+    # Where a dispatch counts less than the router, or not the same experts, the router counts, too.
+    for layer in (
+        replace(LAYERS["plain"], experts=mo.Experts(E, H, INNER, capacity=1.5)),
+        replace(LAYERS["local"], outputs=("hidden", "counts")),
+    ):
+        forward, _ = _lowered(layer)
+        assert "col.count" in forward
+        assert _kernels(forward)[:6] == ["product", "row_program", "col_finish", *DISPATCH]
 
 
 @pytest.mark.gpu

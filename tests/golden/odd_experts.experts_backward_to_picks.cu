@@ -19,6 +19,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) experts_backward_to_picks
     long long saved_slots_stride,  // elements between rows
     float* __restrict__ d_weights_ptr,  // [T, 3]
     long long tokens) {
+  moesaic::after_kernels_before();
 #pragma unroll 1
   for (int item = threadIdx.x; item < kTokens * kTopK; item += kThreads) {
     const long long token = static_cast<long long>(blockIdx.x) * kTokens + item / kTopK;

@@ -34,6 +34,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) experts_down_proj(
     const float* __restrict__ down_proj_bias_ptr,  // [7, 33]
     long long down_proj_bias_stride,
     float* __restrict__ outputs_ptr) {  // [M, 33]
+  moesaic::after_kernels_before();
   MOESAIC_DYNAMIC_SHARED(unsigned char, shared);
   int* const first_tile = reinterpret_cast<int*>(shared + Tile::kSharedBytes);
   moesaic::count_row_tiles<kExperts, kTileRows, kThreads>(counts_ptr, first_tile);

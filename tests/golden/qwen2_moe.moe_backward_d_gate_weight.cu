@@ -30,6 +30,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) moe_backward_d_gate_we
     const __nv_bfloat16* __restrict__ x_ptr,  // [T, 2048]
     long long x_stride,
     __nv_bfloat16* __restrict__ d_gate_weight_ptr) {  // [60, 2048]
+  moesaic::after_kernels_before();
   MOESAIC_DYNAMIC_SHARED(unsigned char, shared);
 
   for (long long n = blockIdx.x; n < static_cast<long long>(kExperts) * kRowTiles * kColumnTiles; n += gridDim.x) {

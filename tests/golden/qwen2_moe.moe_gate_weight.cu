@@ -30,6 +30,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) moe_gate_weight(
     const __nv_bfloat16* __restrict__ gate_weight_ptr,  // [60, 2048]
     long long gate_weight_stride,
     float* __restrict__ logits_ptr) {  // [T, 60]
+  moesaic::after_kernels_before();
   MOESAIC_DYNAMIC_SHARED(unsigned char, shared);
   const long long row_tiles = (tokens + kTileRows - 1) / kTileRows;
 

@@ -26,6 +26,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, /*blocks per multiprocess
     unsigned char* __restrict__ map_ptr,  // [T, 128]
     int* __restrict__ indices_ptr,  // [T, 8]
     long long tokens) {
+  moesaic::after_kernels_before();
   const int lane = threadIdx.x % kLanes;   // among the lanes that share a token
   const int slot = threadIdx.x / kLanes;   // which of the block's tokens
   const long long first_token = static_cast<long long>(blockIdx.x) * kTokensPerBlock + slot;

@@ -15,6 +15,18 @@
 
 namespace moesaic {
 
+// ------------------------------------------------------------------------------------------------------- launches
+
+// The first thing in a kernel: lets the next kernel of the stream begin where multiprocessors have room for it, and waits
+// until the ones before have ended and their results can be read. Launches overlap so, but for what they read and write.
+// PTX ISA, "Parallel Synchronization and Communication Instructions: griddepcontrol" (sm_90).
+__device__ __forceinline__ void after_kernels_before() {
+#if !defined(MOESAIC_EMULATE) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // ------------------------------------------------------------------------------------------------ element types
 
 __device__ __forceinline__ float to_float(float x) { return x; }
