@@ -71,9 +71,10 @@ class CompiledExperts(PerCall):
         if dtype is not None:
             x = x.to(dtype)
             given = {name: tensor.to(dtype) for name, tensor in given.items()}
-        layer = self._layer_for(x, indices, weights)
+        kind = (x.dtype, indices.dtype, weights.dtype, indices.shape[-1:])
+        layer = self._layer_of(kind, lambda: self._layer_for(x, indices, weights))
         if not torch.compiler.is_compiling():
-            self._used = layer
+            check_slots(self._declared, indices.numel() // indices.shape[-1], indices.shape[-1])
         if main_grads is not None:
             given["main_grads"] = main_grads
         result = layer(x, indices=indices, weights=weights, **given)
@@ -88,8 +89,6 @@ class CompiledExperts(PerCall):
             raise InputError(f"weights must be floats, found {shown(weights.dtype)}")
         if indices.dim() < 1 or indices.shape[-1] < 1:
             raise InputError(f"indices must have shape [..., K] with K >= 1, found {list(indices.shape)}")
-        if not torch.compiler.is_compiling():
-            check_slots(declared, indices.numel() // indices.shape[-1], indices.shape[-1])
         return _layer(
             self._handle,
             dtype,

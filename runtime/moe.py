@@ -71,12 +71,10 @@ class CompiledMoE(PerCall):
             x = x.to(dtype)
             cast = {*self._parameters, "residual"}
             given = {name: tensor.to(dtype) if name in cast else tensor for name, tensor in given.items()}
-        found = self._check_x(x, declared.dtype)
+        masked = "token_mask" in given
+        layer = self._layer_of((x.dtype, masked), lambda: self._layer_for(x, masked))
         if not torch.compiler.is_compiling() and x.dim() > 0:
             check_slots(declared.experts, x.numel() // max(x.shape[-1], 1), declared.router.top_k)
-        layer = _layer(self._handle, found, "token_mask" in given, self._target, self._asked, self._passes)
-        if not torch.compiler.is_compiling():
-            self._used = layer
         if main_grads is not None:
             given["main_grads"] = main_grads
         result = layer(x, **given)
@@ -86,6 +84,10 @@ class CompiledMoE(PerCall):
         if not declared.losses:
             return self._result_type(*result)
         return self._result_type(*result[:count], dict(zip(declared.losses, result[count:], strict=True)))
+
+    def _layer_for(self, x: torch.Tensor, masked: bool) -> compiling.CompiledLayer:
+        found = self._check_x(x, self._declared.dtype)
+        return _layer(self._handle, found, masked, self._target, self._asked, self._passes)
 
     def warmup(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,6 +39,8 @@ class PerCall:
         self._asked = backend
         self._passes = passes
         self._used: compiling.CompiledLayer | None = None
+        # By what decides between layers: to find one anew takes longer than its launches.
+        self._found: dict[Hashable, compiling.CompiledLayer] = {}
 
     # ------------------------------------------------------------------------------------------------- inputs
 
@@ -68,6 +70,13 @@ class PerCall:
         if x.dtype not in FLOATS:
             raise InputError(f"x must be bf16, fp16 or fp32, found {shown(x.dtype)}")
         return FLOATS[x.dtype].value
+
+    def _layer_of(self, kind: Hashable, find: Callable[[], compiling.CompiledLayer]) -> compiling.CompiledLayer:
+        """The layer of calls of a kind, which `find` checks and finds for the first of them."""
+        if torch.compiler.is_compiling():
+            return find()
+        self._used = self._found.get(kind) or self._found.setdefault(kind, find())
+        return self._used
 
     def _asked_dtype(self, given: torch.dtype | str | None, declared: str | None) -> DType:
         asked = given if given is not None else declared

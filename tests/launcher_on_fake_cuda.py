@@ -310,6 +310,36 @@ def test_slots_grids_and_every_kind_of_argument(native: Any) -> None:
         assert natively == (seen([*inputs, *expected[:3]], ()), shapes(expected))
 
 
+def test_small_buffers_of_the_workspace_lie_in_one_block(native: Any) -> None:
+    """Each in its place: none reaches into another, where they have so many bytes; results and large ones are alone."""
+    tokens = symbol("T")
+    sizes = {"a": (3, DType.I32), "b": (300, DType.BF16), "large": (1 << 20, DType.F32), "c": (1, DType.I32)}
+    buffers = tuple(BufferSpec(n, TensorType((tokens, c), d), False, i) for i, (n, (c, d)) in enumerate(sizes.items()))
+    result = BufferSpec("y", TensorType((tokens, 5), DType.F32), True, 0)
+    pointers = tuple(Argument("pointer", 1 + i) for i in range(5))
+    plan = LaunchPlan(
+        "small",
+        (Input("x", TensorType((tokens, 8), DType.F32), True),),
+        (*buffers, result),
+        (Step(GeneratedKernel("small", "", pointers, 64, 4, "chunks"), tuple(range(6)), ""),),
+        (5,),
+        ("y",),
+    )
+    loaded = [RUNNER.load(plan.steps[0].kernel, torch.device("cpu"))]
+    prepared = execute.Prepared(SimpleNamespace(plan=plan), loaded, RUNNER, torch.device("cpu"))  # type: ignore[arg-type]
+    inputs = [torch.randn(2, 8)]
+    (y,) = _table(native, prepared, inputs)(inputs)
+    [launch] = fake_cuda.launches()
+    a, b, large, c, last = launch.arguments[:5]
+    assert last == y.data_ptr()
+    assert (b - a, c - b) == (256, 1280)  # 24 and 1200 bytes, in whole pieces of 256
+    assert not a - (2 << 22) < large < c + 256
+    empty = [torch.randn(0, 8)]
+    _table(native, prepared, empty)(empty)
+    [launch] = fake_cuda.launches()
+    assert launch.arguments[:4] == (0, 0, 0, 0)
+
+
 def test_the_kinds_of_arguments_are_those_of_python(native: Any) -> None:
     assert set(native.ARGUMENT_KINDS) == {*execute.ARGUMENTS, "tensor_map"}
 

@@ -374,7 +374,8 @@ def test_blocks_of_open_models(family: Block) -> None:
 
 @pytest.mark.emulate
 def test_saved_for_backward_is_little() -> None:
-    """x and the weights are the caller's. Beside them: the dispatch, logits, picks and their weights, and h."""
+    """x and the weights are the caller's, and so are results. Beside them: the dispatch, logits, picks and their
+    weights, and h."""
     layer = mo.MoE(SOFTMAX, EXPERTS)
     given = {n: t.requires_grad_() for n, t in drawn(layer, 13, torch.float32).items()}
     kept: list[torch.Tensor] = []
@@ -385,8 +386,8 @@ def test_saved_for_backward_is_little() -> None:
 
     compiled = mo.compile(layer, backend="emulate")
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        compiled(**given)
-    callers = {t.data_ptr() for t in given.values()}
+        result = compiled(**given)
+    callers = {t.data_ptr() for t in (*given.values(), *result)}
     saved = [t for t in kept if t.data_ptr() not in callers]
     floats = sorted(tuple(t.shape) for t in saved if t.is_floating_point())
     assert floats == [(13, K), (13, E), (13 * K, 2 * INNER)]  # weights, logits, h

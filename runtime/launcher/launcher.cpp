@@ -231,7 +231,12 @@ struct Buffer {
     Shape columns;
     at::ScalarType dtype;
     int reuses;  // the operand whose memory it takes over, or -1
+    bool is_result = false;
 };
+
+// Small buffers of the workspace lie in one block of memory, at multiples of `kPlace` bytes: an allocation takes as much
+// host time as a launch. Larger ones are each a block of their own, which torch's allocator finds room for.
+constexpr int64_t kSmall = 1 << 20, kPlace = 256;
 
 struct Plan {
     PyObject_HEAD
@@ -281,12 +286,15 @@ at::TensorBase fresh(const Shape& shape, at::ScalarType dtype, c10::Device devic
                             : at::detail::empty_cpu(shape, dtype);
 }
 
-// Gives each buffer its memory; `made` gets new tensors.
+// Gives each buffer its memory; `made` gets new tensors, the last of which is the block of small ones.
 void allocate_buffers(const Plan& plan, const Call& call, Operand* operands,
                       c10::SmallVectorImpl<at::TensorBase>& made) {
-    made.resize(plan.buffers.size());
+    const size_t count = plan.buffers.size();
+    made.resize(count + 1);
+    c10::SmallVector<size_t, 16> together;  // buffers with a place in the block, for now in place of an address
+    int64_t bytes_together = 0;
     Shape shape;
-    for (size_t i = 0; i < plan.buffers.size(); ++i) {
+    for (size_t i = 0; i < count; ++i) {
         const Buffer& buffer = plan.buffers[i];
         Operand& operand = operands[plan.inputs + i];
         shape.clear();
@@ -295,16 +303,30 @@ void allocate_buffers(const Plan& plan, const Call& call, Operand* operands,
         if (buffer.rows == kSlots) shape.push_back(call.slots);
         if (buffer.rows >= 0) shape.push_back(plan.steps[buffer.rows].blocks(call.tokens, call.sequences));
         shape.append(buffer.columns.begin(), buffer.columns.end());
-        if (buffer.reuses < 0) {
-            made[i] = fresh(shape, buffer.dtype, plan.device);
-            operand.address = reinterpret_cast<uint64_t>(made[i].unsafeGetTensorImpl()->mutable_data());
-        } else {  // of the same size, see plan-workspace
-            operand.address = operands[buffer.reuses].address;
-        }
         operand.rows = shape.empty() ? 0 : shape.front();
         operand.row_stride = 1;
         for (size_t d = 1; d < shape.size(); ++d) operand.row_stride *= shape[d];
         for (size_t d = 2; d < shape.size(); ++d) operand.inner_stride *= shape[d];
+        if (buffer.reuses >= 0) continue;
+        const int64_t bytes =
+            (shape.empty() ? 1 : operand.rows * operand.row_stride) * int64_t(c10::elementSize(buffer.dtype));
+        if (buffer.is_result || bytes > kSmall) {
+            made[i] = fresh(shape, buffer.dtype, plan.device);
+            operand.address = reinterpret_cast<uint64_t>(made[i].unsafeGetTensorImpl()->mutable_data());
+        } else if (bytes > 0) {
+            operand.address = uint64_t(bytes_together);
+            bytes_together += divide_up(bytes, kPlace) * kPlace;
+            together.push_back(plan.inputs + i);
+        }
+    }
+    if (bytes_together > 0) {
+        made[count] = fresh({bytes_together}, at::kByte, plan.device);
+        const auto block = reinterpret_cast<uint64_t>(made[count].unsafeGetTensorImpl()->mutable_data());
+        for (const size_t operand : together) operands[operand].address += block;
+    }
+    for (size_t i = 0; i < count; ++i) {  // of the same size, see plan-workspace
+        const int reuses = plan.buffers[i].reuses;
+        if (reuses >= 0) operands[plan.inputs + i].address = operands[reuses].address;
     }
 }
 
@@ -823,6 +845,9 @@ PyObject* new_plan(PyTypeObject* type, PyObject* arguments, PyObject*) {
     std::vector<int64_t> numbers;
     if (!integers(results, numbers)) return nullptr;
     plan->results.assign(numbers.begin(), numbers.end());
+    for (const int64_t number : numbers) {
+        if (number >= inputs) plan->buffers[number - inputs].is_result = true;
+    }
     plan->passes_inputs_on = std::any_of(numbers.begin(), numbers.end(), [&](int64_t n) { return n < inputs; });
     plan->failed = Reference::to(failed);
     plan->keep = Reference::to(keep);
