@@ -16,6 +16,7 @@ from moesaic.runtime.commands import (
     console,
     demo,
     doctor,
+    explain,
     listings,
     opt,
     reporting,
@@ -34,6 +35,7 @@ examples:
   moesaic show router.moe                        the IR after each pass, and the CUDA
   moesaic opt router.moe -p canonicalize,cse     run passes
   moesaic compile router.moe --arch sm_90a       registers, spills and shared memory of each kernel
+  moesaic explain router.moe                     bytes, floors and occupancy of each kernel
   moesaic run router.moe --backend emulate --check
 """
 
@@ -110,6 +112,6 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     parser.add_argument("--version", action="version", version=f"moesaic {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     verbs = Verbs(commands)
-    for module in (demo, opt, compile, show, run, listings, doctor, cache):
+    for module in (demo, opt, compile, show, explain, run, listings, doctor, cache):
         module.add(verbs)
     return parser, list(commands.choices)

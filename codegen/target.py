@@ -141,6 +141,14 @@ class Target:
     def occupancy(self, registers: int, shared_bytes: int, threads: int) -> int:
         """How many blocks of a kernel a multiprocessor holds at once; 0 if not even one fits.
 
+        The least of :meth:`occupancy_limits`, with its arguments and errors.
+        """
+        return min(self.occupancy_limits(registers, shared_bytes, threads).values())
+
+    def occupancy_limits(self, registers: int, shared_bytes: int, threads: int) -> dict[str, int]:
+        """How many blocks a multiprocessor holds as far as ``blocks``, ``threads``, ``registers`` and ``shared memory``
+        go, each alone.
+
         `registers` is per thread as ptxas reports it, `shared_bytes` is static plus dynamic shared memory of a block,
         and `threads` is the size of a block. Counted as the hardware hands things out: warps are whole; registers go to
         a warp in multiples of 256 out of its scheduler's quarter of the file; shared memory goes to a block in
@@ -153,21 +161,21 @@ class Target:
                 f"occupancy of {registers} registers, {shared_bytes} bytes and {threads} threads: "
                 "registers and bytes cannot be negative, and a block has at least 1 thread"
             )
-        if threads > self.max_threads_per_block or registers > self.max_registers_per_thread:
-            return 0
-        if shared_bytes > self.shared_optin:
-            return 0
         warps = -(-threads // WARP_THREADS)
-        limits = [self.max_blocks_per_sm, self.max_warps_per_sm // warps]
+        limits = {
+            "blocks": self.max_blocks_per_sm,
+            "threads": self.max_warps_per_sm // warps if threads <= self.max_threads_per_block else 0,
+        }
         if registers > 0:
             per_warp = _round_up(registers * WARP_THREADS, _REGISTER_UNIT)
             # The launch check takes every scheduler to hold equally many of the block's warps.
-            if per_warp * _round_up(warps, self.partitions_per_sm) > self.registers_per_block:
-                return 0
+            fits = per_warp * _round_up(warps, self.partitions_per_sm) <= self.registers_per_block
+            fits = fits and registers <= self.max_registers_per_thread
             per_partition = self.registers_per_sm // self.partitions_per_sm // per_warp
-            limits.append(per_partition * self.partitions_per_sm // warps)
-        limits.append(self.shared_per_sm // _round_up(shared_bytes + _SHARED_RESERVED, _SHARED_UNIT))
-        return min(limits)
+            limits["registers"] = per_partition * self.partitions_per_sm // warps if fits else 0
+        taken = _round_up(shared_bytes + _SHARED_RESERVED, _SHARED_UNIT)
+        limits["shared memory"] = self.shared_per_sm // taken if shared_bytes <= self.shared_optin else 0
+        return limits
 
     def __str__(self) -> str:
         return self.name

@@ -316,6 +316,13 @@ class Op:
         """
         return [None] * len(self.operands)
 
+    def flops(self, size: Callable[[TensorType], float]) -> float:
+        """Floating-point operations, a multiplication and an addition being two; `size` gives a type's elements.
+
+        What moves, compares, ranks or counts is none.
+        """
+        return 0.0
+
     # What it gets.
 
     @property

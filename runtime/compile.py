@@ -27,7 +27,9 @@ from moesaic.passes.save_products import SaveProducts
 from moesaic.passes.specialize import Specialize
 from moesaic.runtime import launcher
 from moesaic.runtime.execute import RUNNERS, compiled_kernel
+from moesaic.runtime.explain import TOKENS, Explanation, explain
 from moesaic.runtime.main_grads import added_by_autograd, by_number, program_into
+from moesaic.runtime.measure import can_measure, kernel_times, measured_card
 from moesaic.runtime.memory import Memory, memory_of
 from moesaic.runtime.program import Executable, Program, program_by_key, program_of
 from moesaic.runtime.reference import TORCH_DTYPES, evaluate
@@ -563,6 +565,36 @@ class CompiledLayer:
     def memory(self, tokens: int) -> Memory:
         """What a call with so many tokens allocates, in bytes, in training."""
         return memory_of(self._program(), self.target.name, tokens)
+
+    def explain(
+        self, tokens: int = TOKENS, *, training: bool = True, live: float = 1.0, measure: bool | None = None
+    ) -> Explanation:
+        """What each kernel must move and compute for so many tokens, what it uses of the hardware, and how far from
+        its floor it is; prints as a table.
+
+        Args:
+            tokens: T.
+            training: forward that keeps what backward needs, and backward; else forward alone.
+            live: the share of picks that are of experts which are here.
+            measure: whether to time kernels in calls on random inputs, on a GPU of the target; ``None``: if there is
+                one. Without, rates are those of an H100.
+
+        Raises:
+            InputError: a negative number of tokens, a share that is none, or `measure` without such a GPU.
+        """
+        program = self._program()
+        if measure is None:
+            measure = self._asked in ("auto", "cuda") and can_measure(self.target)
+        elif measure and not can_measure(self.target):
+            raise InputError(f"nothing can be measured: no GPU here runs kernels for {self.target}")
+        if not measure:
+            return explain(program, self.target, tokens, training=training, live=live)
+        layer = CompiledLayer(self._declared, self._target, "cuda", self._passes)
+        layer._last = self._last
+        times = kernel_times(layer, program, tokens, training=training, live=live)
+        notes = () if times else ("not measured: the profiler of torch sees no kernels here",)
+        card = measured_card(torch.cuda.current_device())
+        return explain(program, self.target, tokens, training=training, live=live, card=card, times=times, notes=notes)
 
     def _compiled(self, kernel: GeneratedKernel) -> CompiledKernel:
         return compiled_kernel(kernel, self.target)

@@ -27,7 +27,7 @@ from moesaic.runtime import driver, launcher
 from moesaic.runtime.kernels import compiled_kernel, source_of
 from moesaic.runtime.locks import KeyedLocks
 from moesaic.runtime.plan import LaunchPlan
-from moesaic.runtime.program import Executable, Program
+from moesaic.runtime.program import FEW_TOKENS, Executable, Program
 from moesaic.runtime.reference import TORCH_DTYPES
 
 Grid = tuple[int, int, int]
@@ -364,7 +364,7 @@ class Runner:
     more lanes, or a GPU would stand half empty. Two buckets also bound how often a layer is compiled.
     """
 
-    few_tokens = 4096
+    few_tokens = FEW_TOKENS
     """Up to so many tokens are few."""
 
     def __init__(self) -> None:

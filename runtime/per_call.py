@@ -13,6 +13,7 @@ from moesaic.ir.experts import Experts
 from moesaic.ir.ops.slot import slots_needed
 from moesaic.ir.types import DType
 from moesaic.runtime import compile as compiling
+from moesaic.runtime.explain import TOKENS, Explanation
 from moesaic.runtime.reference import FLOATS, TORCH_DTYPES
 
 if TYPE_CHECKING:
@@ -133,6 +134,13 @@ class PerCall:
     def memory(self, tokens: int) -> Memory:
         """What a call with so many tokens allocates, of the layer of the last call."""
         return self._last().memory(tokens)
+
+    def explain(
+        self, tokens: int = TOKENS, *, training: bool = True, live: float = 1.0, measure: bool | None = None
+    ) -> Explanation:
+        """Bytes, FLOPs, floors and resources of each kernel, of the layer of the last call; see
+        :meth:`CompiledLayer.explain`."""
+        return self._last().explain(tokens, training=training, live=live, measure=measure)
 
 
 def check_tensor(name: str, given: object) -> None:

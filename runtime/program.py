@@ -29,6 +29,9 @@ from moesaic.passes.save_products import SaveProducts
 from moesaic.passes.specialize import Specialize
 from moesaic.runtime.plan import LaunchPlan, build_plan
 
+FEW_TOKENS = 4096
+"""Up to so many tokens are few; see `Runner`."""
+
 
 @dataclass(frozen=True)
 class Lowered:

@@ -86,7 +86,7 @@ def test_every_verb_shows_an_example(moesaic: Invoke) -> None:
     code, out, _ = moesaic("--help")
     assert code == 0
     verbs = re.findall(r"^    (\w+) {3,}", out, re.MULTILINE)
-    assert verbs == ["demo", "opt", "compile", "show", "run", "passes", "ops", "env", "doctor", "cache"]
+    assert verbs == ["demo", "opt", "compile", "show", "explain", "run", "passes", "ops", "env", "doctor", "cache"]
     for verb in verbs:
         code, out, _ = moesaic(verb, "--help")
         assert code == 0
@@ -205,7 +205,7 @@ def test_python_files(moesaic: Invoke, tmp_path: Path) -> None:
         (ROUTER + "x = 1 / 0\n", "4:5: error: ZeroDivisionError: division by zero\nx = 1 / 0\n    ^"),
         (ROUTER + "x = (\n", "4:5: error: SyntaxError: '(' was never closed"),
         ("x = 1\n", "declares no `router`"),
-        ("router = 1\n", "must be a moesaic.Router or a module, found int"),
+        ("router = 1\n", "must be a moesaic.Router, a moesaic.MoE or a module, found int"),
     ],
 )
 def test_python_files_with_faults(moesaic: Invoke, tmp_path: Path, content: str, message: str) -> None:
@@ -220,7 +220,7 @@ def test_python_files_with_faults(moesaic: Invoke, tmp_path: Path, content: str,
 
 def test_diagnostics_point_at_their_place(moesaic: Invoke, tmp_path: Path) -> None:
     file = write(tmp_path / "wrong.moe", WRONG)
-    for verb in ("opt", "compile", "show", "run"):
+    for verb in ("opt", "compile", "show", "explain", "run"):
         code, out, err = moesaic(verb, file)
         assert (code, out) == (1, "")
         place, line, caret = err.splitlines()

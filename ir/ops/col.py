@@ -7,7 +7,7 @@ of a sequence follow one another (logits [N, S, E]), ``sequence_first`` where th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from moesaic.ir import core
 from moesaic.ir.arrays import Array, ArrayNamespace
@@ -57,6 +57,9 @@ class Sum(ColumnReduction):
     x = operand("[T, E]")
     sequences_ = optional_operand("[N, ...]: as many rows as there are sequences")
     y = result("[E] or [N, E], f32")
+
+    def flops(self, size: Callable[[TensorType], float]) -> float:
+        return size(self.x.type)
 
     def infer(self) -> Sequence[TensorType]:
         if self.x.type.rank != 2 or not self.x.type.dtype.is_float:
@@ -148,6 +151,9 @@ class Total(Op):
     name = "col.total"
     x = operand("[E] or [N, E]")
     y = result("scalar, f32")
+
+    def flops(self, size: Callable[[TensorType], float]) -> float:
+        return size(self.x.type)
 
     def infer(self) -> Sequence[TensorType]:
         if self.x.type.leading == "T" or not self.x.type.dtype.is_float:

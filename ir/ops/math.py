@@ -7,7 +7,7 @@ backend only).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from moesaic.ir import core
@@ -34,6 +34,8 @@ class Elementwise(Op):
     """Is increasing only where the operand is not negative; elsewhere it is NaN."""
     gives_positive: ClassVar[bool] = False
     """Its result is never negative."""
+    arithmetic: ClassVar[bool] = True
+    """Computes, rather than compares, selects or converts."""
 
     def result_dtype(self) -> DType:
         return DType.F64 if any(v.type.dtype is DType.F64 for v in self.operands) else DType.F32
@@ -51,6 +53,9 @@ class Elementwise(Op):
 
     def reference(self, xp: ArrayNamespace, *operands: Array) -> Array:
         return self.formula(xp, *(xp.upcast(x) for x in operands))
+
+    def flops(self, size: Callable[[TensorType], float]) -> float:
+        return size(self.results[0].type) if self.arithmetic else 0.0
 
     def formula(self, xp: ArrayNamespace, *operands: Array) -> Array:
         """:meth:`reference` on operands already in the type of the arithmetic."""
@@ -178,6 +183,7 @@ class Less(Binary):
     """y = a < b (false with NaN)."""
 
     name = "math.less"
+    arithmetic = False
     cuda = "{0} < {1}"
 
     def result_dtype(self) -> DType:
@@ -191,6 +197,7 @@ class Equal(Binary):
     """y = a == b (false with NaN; -0 equals +0)."""
 
     name = "math.equal"
+    arithmetic = False
     cuda = "{0} == {1}"
 
     def result_dtype(self) -> DType:
@@ -204,6 +211,7 @@ class Select(Elementwise):
     """y = a where the condition holds, else b; the other side is not looked at, so its NaN does not spread."""
 
     name = "math.select"
+    arithmetic = False
     cuda = "{0} ? {1} : {2}"
     condition = operand("i1 or u8")
     a = operand("taken where the condition holds")
@@ -494,6 +502,7 @@ class Cast(Elementwise):
     """y = x rounded to another element type (to nearest, ties to even)."""
 
     name = "math.cast"
+    arithmetic = False
     x = operand("any shape")
     y = result("same shape, of the type asked")
     dtype = core.string("element type of the result", choices=tuple(d.value for d in DType))
@@ -519,6 +528,7 @@ class Broadcast(Elementwise):
     """y = x repeated to the shape of another value."""
 
     name = "math.broadcast"
+    arithmetic = False
     cuda = "{0}"
     x = operand("broadcasts to the other's shape")
     like = operand("gives the shape; its values are not used")
@@ -544,6 +554,7 @@ class And(Binary):
     """y = a and b, of two flags."""
 
     name = "math.and"
+    arithmetic = False
     cuda = "{0} && {1}"
 
     def result_dtype(self) -> DType:

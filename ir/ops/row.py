@@ -10,7 +10,7 @@ what it does with both.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from moesaic.ir import core
 from moesaic.ir.arrays import Array, ArrayNamespace
@@ -53,6 +53,9 @@ class Sum(Reduction):
     """y = sum of the row, in float32, in an order fixed by the row's length alone."""
 
     name = "row.sum"
+
+    def flops(self, size: Callable[[TensorType], float]) -> float:
+        return size(self.x.type)
 
     def reference(self, xp: ArrayNamespace, *operands: Array) -> Array:
         return xp.expand_dims(xp.sum(xp.upcast(operands[0]), -1))

@@ -12,7 +12,7 @@ picks come and go by ``slot.of_pick`` and ``slot.to_picks``.
 from __future__ import annotations
 
 import math as python_math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from moesaic.ir import core
 from moesaic.ir.arrays import Array, ArrayNamespace
@@ -206,6 +206,9 @@ class Combine(SlotOp):
     picks = optional_operand("[M] i32, of slot.dispatch, with weights")
     y = result("[T, n], f32")
 
+    def flops(self, size: Callable[[TensorType], float]) -> float:
+        return (1 if self.weights is None else 2) * size(self.x.type)
+
     def infer(self) -> Sequence[TensorType]:
         self.check_rows(self.x, "x")
         picks = self.check_slots(self.slots)
@@ -313,6 +316,9 @@ class Product(SlotOp):
         assert isinstance(inner, int) and isinstance(outer, int)
         return inner, outer
 
+    def flops(self, size: Callable[[TensorType], float]) -> float:
+        return 2 * size(self.x.type) * self.sizes()[1]
+
     def infer(self) -> Sequence[TensorType]:
         inner, outer = self.sizes()
         if self.x.type.rank != 2 or self.x.type.shape[1] != inner:
@@ -374,7 +380,16 @@ class GroupedLinear(Product):
         return [dx, create_one("slot.grouped_wgrad", *pair, *groups), None, None]
 
 
-class Wgrad(SlotOp):
+class Outer(SlotOp):
+    """Base of sums of outer products, gradients of weights."""
+
+    def flops(self, size: Callable[[TensorType], float]) -> float:
+        columns = self.operands[1].type.shape[1]
+        assert isinstance(columns, int)
+        return 2 * size(self.operands[0].type) * columns
+
+
+class Wgrad(Outer):
     """y = sum_r a_r b_r^T."""
 
     name = "slot.wgrad"
@@ -394,7 +409,7 @@ class Wgrad(SlotOp):
         return xp.matmul(xp.transpose(a), b)
 
 
-class GroupedWgrad(SlotOp):
+class GroupedWgrad(Outer):
     """y_e = sum over the slots m of expert e of a_m b_m^T; 0 for an expert without slots."""
 
     name = "slot.grouped_wgrad"
@@ -425,6 +440,9 @@ class Accumulate(SlotOp):
     main = operand("f32")
     x = operand("of the shape of main")
     y = result("f32")
+
+    def flops(self, size: Callable[[TensorType], float]) -> float:
+        return size(self.main.type)
 
     def infer(self) -> Sequence[TensorType]:
         if self.main.type != TensorType(self.x.type.shape, DType.F32):
@@ -468,6 +486,9 @@ class ExpertSums(SlotOp):
     counts = operand("[E] i32, of slot.dispatch")
     offsets = operand("[E + 1] i32, of slot.dispatch")
     y = result("[E, n], f32")
+
+    def flops(self, size: Callable[[TensorType], float]) -> float:
+        return size(self.x.type)
 
     def infer(self) -> Sequence[TensorType]:
         self.check_rows(self.x, "x")

@@ -1,4 +1,4 @@
-"""Reading what a verb is given: IR text, a Python file that declares a router, or stdin; and writing what it makes."""
+"""Reading what a verb is given: IR text, a Python file that declares a layer, or stdin; and writing what it makes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from moesaic.ir.core import Module
 
 SPLIT_MARK = "// -----"
-FILE_HELP = "IR text (.moe), a Python file that declares `router` (.py), or - for IR on stdin"
+_DECLARED = ("router", "layer")
+FILE_HELP = "IR text (.moe), a Python file that declares `router` or `layer` (.py), or - for IR on stdin"
 
 
 def is_python(file: str) -> bool:
@@ -80,6 +81,8 @@ def read_module(file: str, dtype: str | None = None) -> Module:
 def _python_module(file: str, dtype: str | None) -> Module:
     from moesaic.ir.core import Module
     from moesaic.ir.declare import Router
+    from moesaic.ir.moe import MoE
+    from moesaic.ir.types import DType
 
     source = read_source(file)
     try:
@@ -88,18 +91,27 @@ def _python_module(file: str, dtype: str | None) -> Module:
         kind = "" if isinstance(error, MoesaicError) else f"{type(error).__name__}: "
         message = error.msg if isinstance(error, SyntaxError) else str(error)
         raise DiagnosticError([Diagnostic(f"{kind}{message}", _place(error, source))]) from None
-    declared = names.get("router")
-    if declared is None:
-        raise InputError(f"{file} declares no `router`; give it one, such as: router = moesaic.Router(...)")
+    name = next((n for n in _DECLARED if names.get(n) is not None), None)
+    if name is None:
+        raise InputError(
+            f"{file} declares no `router`; give it one, such as: router = moesaic.Router(...), "
+            "or a whole layer: layer = moesaic.MoE(...)"
+        )
+    declared = names[name]
     if isinstance(declared, Module):
         if dtype is not None:
             raise UsageError(f"--dtype goes with a router that has no dtype; the module in {file} states its types")
         return declared
-    if not isinstance(declared, Router):
+    if not isinstance(declared, Router | MoE):
         found = type(declared).__name__
-        raise InputError(f"`router` in {file} must be a moesaic.Router or a module, found {found}")
+        more = "; Experts become one of a number of picks: experts.module(dtype, top_k)" if found == "Experts" else ""
+        raise InputError(f"`{name}` in {file} must be a moesaic.Router, a moesaic.MoE or a module, found {found}{more}")
     if dtype is not None and declared.dtype is not None:
-        raise UsageError(f"--dtype {dtype}: the router in {file} is declared for {declared.dtype}")
+        raise UsageError(f"--dtype {dtype}: the {name} in {file} is declared for {declared.dtype}")
+    if isinstance(declared, MoE):
+        if dtype is None and declared.dtype is None:
+            raise UsageError(f"the layer in {file} is declared without a dtype; say which: --dtype bf16")
+        return declared.module(DType.parse(dtype or declared.dtype))
     return declared.module(dtype)
 
 

@@ -1,0 +1,118 @@
+"""What a kernel must move and compute: bytes of its operands and FLOPs of the ops it fuses, from its launch alone.
+
+Each operand that the kernel's text has an address of is read or written once: rows of tokens whole, rows of slots as
+far as they are live, matrices of experts as far as an expert has a row (what is written of them: all). An input of
+which a kernel only gathers elements counts these. Whatever a cache holds between two kernels counts all the same: it is
+a floor of the kernel, not of the layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from moesaic.codegen.kernel import GeneratedKernel
+from moesaic.ir.core import Value
+from moesaic.ir.ops import row, slot
+from moesaic.ir.ops.launch import Kernel
+from moesaic.ir.types import DType, TensorType
+
+ADDRESSES = ("pointer", "tensor_map")
+"""Kinds of arguments through which a kernel reaches memory."""
+
+
+@dataclass(frozen=True)
+class Extents:
+    """What symbols of shapes stand for.
+
+    Attributes:
+        tokens: T.
+        rows: live slots, of which M is a bound.
+        sequences: N.
+        blocks: of kernels whose number of blocks is a dimension, by symbol.
+    """
+
+    tokens: int
+    rows: int
+    sequences: int = 0
+    blocks: Mapping[str, int] = field(default_factory=dict)
+
+    def size(self, type: TensorType) -> float:
+        """Elements of a type, rows that are dead left out."""
+        return float(type.elements({"T": self.tokens, "M": self.rows, "N": self.sequences, **self.blocks}))
+
+    def bytes_of(self, type: TensorType, *, of_experts: bool) -> float:
+        """Of a tensor; `of_experts`: only matrices that a row is multiplied by count."""
+        share = 1.0
+        if of_experts and type.rank == 3 and isinstance(type.shape[0], int):
+            share = min(1.0, self.rows / max(1, type.shape[0]))
+        return share * self.size(type) * type.dtype.bytes
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Bytes read and written by operand number of the launch, and FLOPs.
+
+    Attributes:
+        read, written: bytes by number of the operand.
+        product_flops: of matrix products and gradients of matrices.
+        other_flops: of everything else, one for each element that an op computes.
+        product_type: what products multiply: ``bf16``, ``f16``, ``tf32`` or ``f32``; empty without products.
+    """
+
+    read: Mapping[int, float]
+    written: Mapping[int, float]
+    product_flops: float
+    other_flops: float
+    product_type: str
+
+    @property
+    def bytes_read(self) -> float:
+        return sum(self.read.values())
+
+    @property
+    def bytes_written(self) -> float:
+        return sum(self.written.values())
+
+
+def cost_of(op: Kernel, kernel: GeneratedKernel, extents: Extents) -> Cost:
+    """What one launch must move and compute; see the module."""
+    addressed = {a.operand for a in kernel.arguments if a.kind in ADDRESSES}
+    read: dict[int, float] = {}
+    written: dict[int, float] = {}
+    for number in sorted(addressed):
+        value = op.operands[number]
+        if number < op.reads:
+            read[number] = _bytes_read(op, number, extents)
+        else:
+            written[number] = extents.bytes_of(value.type, of_experts=False)
+            if value in op.operands[: op.reads]:  # what it holds is added to
+                read[op.operands.index(value)] = written[number]
+    products = others = 0.0
+    kind = ""
+    for inner in op.region.ops[:-1] if op.region is not None else ():
+        flops = inner.flops(extents.size)
+        if isinstance(inner, slot.Product | slot.Outer):
+            products += flops
+            kind = _multiplied(op, inner.operands[0])
+        else:
+            others += flops
+    return Cost(read, written, products, others, kind)
+
+
+def _bytes_read(op: Kernel, number: int, extents: Extents) -> float:
+    type = op.operands[number].type
+    if op.region is not None and number < len(op.region.arguments):
+        argument = op.region.arguments[number]
+        users = op.region.users(argument)
+        if users and all(isinstance(u, row.Gather) and u.x is argument for u in users):
+            return sum(extents.size(u.results[0].type) for u in users) * type.dtype.bytes
+    return extents.bytes_of(type, of_experts=True)
+
+
+def _multiplied(op: Kernel, rows: Value) -> str:
+    """What the kernel multiplies rows as: float32 operands go to tensor cores as tf32, or nowhere near them."""
+    dtype = rows.type.dtype
+    if dtype is DType.F32 and op.configuration.get("tile") not in (None, "SimtTile"):
+        return "tf32"
+    return dtype.value
