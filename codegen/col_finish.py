@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from moesaic.codegen.kernel import Argument, GeneratedKernel
 from moesaic.codegen.render import banner, render
-from moesaic.codegen.row_program import STORAGE, Line, comment, literal, register, short_name
+from moesaic.codegen.row_program import STORAGE, Line, comment, fused_ops, literal, register, short_name
 from moesaic.ir.core import Constant, Op, OpResult, Value
 from moesaic.ir.errors import InternalError, UnsupportedError
 from moesaic.ir.ops import col, math
@@ -74,6 +74,7 @@ class _Emitter:
             grid="fixed",
             blocks=blocks,
             blocks_per_sequence=per_sequence,
+            ops=fused_ops(self.region, self._name),
         )
 
     # ------------------------------------------------------------------------------------------------ parameters

@@ -94,6 +94,7 @@ class _Emitter:
             threads=self.threads,
             rows_per_block=tokens,
             grid="cover",
+            ops=region.fused_ops(),
         )
 
     def _in_columns(self, value: Value) -> bool:

@@ -31,10 +31,15 @@ class Disassembler:
     path: Path
     origin: str
 
-    def command(self, cubin: Path) -> list[str]:
-        """The command line that prints the SASS of a cubin file."""
+    @property
+    def knows_lines(self) -> bool:
+        """Whether it prints which line an instruction comes from."""
+        return self.path.name.startswith("nvdisasm")
+
+    def command(self, cubin: Path, *, lines: bool = False) -> list[str]:
+        """The command line that prints the SASS of a cubin file, with the lines of source if asked for."""
         # `-hex` and `-c` alike would add noise: only instructions and their addresses are wanted.
-        flags = ["-c"] if self.path.name.startswith("nvdisasm") else ["-sass"]
+        flags = ["-c", *(["-gi"] if lines else [])] if self.path.name.startswith("nvdisasm") else ["-sass"]
         return [str(self.path), *flags, str(cubin)]
 
 
@@ -61,15 +66,17 @@ def disassemblers() -> list[Disassembler]:
     return sorted([*found, *on_path], key=lambda tool: order.index(tool.origin))
 
 
-def disassemble(cubin: bytes) -> str:
-    """The SASS of every kernel in a cubin.
+def disassemble(cubin: bytes, *, lines: bool = False) -> str:
+    """The SASS of every kernel in a cubin; with `lines`, comments say which line of source comes next, and where that
+    was inlined, which only nvdisasm does.
 
     Raises `ToolchainError` if no program is found, or none of those found can read the cubin (an old one refuses those
     of a newer NVRTC); the message lists what each said.
     """
-    tools = disassemblers()
+    tools = [tool for tool in disassemblers() if tool.knows_lines or not lines]
     if not tools:
-        raise ToolchainError(f"SASS needs cuobjdump and nvdisasm, and neither was found; {_REMEDY}")
+        missing = "lines of SASS need nvdisasm, and it" if lines else "SASS needs cuobjdump and nvdisasm, and neither"
+        raise ToolchainError(f"{missing} was {'not ' if lines else ''}found; {_REMEDY}")
     complaints = []
     # cuobjdump calls nvdisasm and takes whichever lies beside it or on PATH.
     folders = os.pathsep.join(dict.fromkeys(str(tool.path.parent) for tool in tools))
@@ -79,8 +86,9 @@ def disassemble(cubin: bytes) -> str:
         file.write_bytes(cubin)
         for tool in tools:
             try:
+                command = tool.command(file, lines=lines)
                 done = subprocess.run(
-                    tool.command(file), capture_output=True, text=True, errors="replace", timeout=_SECONDS, env=search
+                    command, capture_output=True, text=True, errors="replace", timeout=_SECONDS, env=search
                 )
             except (OSError, subprocess.TimeoutExpired) as error:
                 complaints.append(f"{tool.path}: {error}")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from moesaic.codegen.kernel import FusedOp
 from moesaic.codegen.parameters import Parameters, storage
-from moesaic.codegen.row_program import STORAGE, comment, literal, register, short_name
+from moesaic.codegen.row_program import STORAGE, comment, fused_ops, literal, register, short_name
 from moesaic.ir.core import Block, BlockArgument, Constant, Op, Value
 from moesaic.ir.errors import InternalError
 from moesaic.ir.ops import math
@@ -92,6 +93,10 @@ class Region:
 
     def comment(self, op: Op) -> str:
         return comment(op, self.name)
+
+    def fused_ops(self) -> tuple[FusedOp, ...]:
+        """All ops of the region."""
+        return fused_ops(self.body, self.name)
 
     def assignment(self, op: math.Elementwise) -> str:
         """A line that declares the result; empty where the store converts."""

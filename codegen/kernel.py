@@ -62,6 +62,17 @@ class Argument:
 
 
 @dataclass(frozen=True)
+class FusedOp:
+    """An op of a kernel's region: as the comments of the kernel's text write it, and the types of its results."""
+
+    comment: str
+    types: str
+
+    def __str__(self) -> str:
+        return f"{self.comment} : {self.types}"
+
+
+@dataclass(frozen=True)
 class GeneratedKernel:
     """CUDA text and how to launch it.
 
@@ -79,6 +90,8 @@ class GeneratedKernel:
         shared_bytes: dynamic shared memory of a block, in bytes.
         cluster: blocks of a cluster, as the text's ``__cluster_dims__`` say; 1 without. A grid of ``device`` has whole
             clusters. The emulator runs every block as a cluster of its own.
+        ops: the ops of its region in order. The text has no comment of one that no line stands for: a rounding that a
+            store does, rows that are gathered as they are fetched.
     """
 
     symbol: str
@@ -92,3 +105,4 @@ class GeneratedKernel:
     by_sequence: bool = False
     shared_bytes: int = 0
     cluster: int = 1
+    ops: tuple[FusedOp, ...] = ()

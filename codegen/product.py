@@ -13,7 +13,7 @@ from moesaic.codegen.epilogue import Epilogue, Parameters, check_target
 from moesaic.codegen.fetching import Boxes, Fetch, box_rows, in_two_roles, tile_type
 from moesaic.codegen.kernel import GeneratedKernel
 from moesaic.codegen.render import banner, indented, render
-from moesaic.codegen.row_program import STORAGE, Line, comment
+from moesaic.codegen.row_program import STORAGE, Line, comment, fused_ops
 from moesaic.codegen.staging import Staging
 from moesaic.ir.core import Op, OpResult, Value
 from moesaic.ir.errors import InternalError
@@ -92,6 +92,7 @@ class _Emitter:
             grid="device",
             shared_bytes=self.tile_bytes + self._table_bytes,
             cluster=self.pair,
+            ops=fused_ops(self.region, self.epilogue.name),
         )
 
     def _title(self) -> str:
@@ -212,10 +213,14 @@ class _Emitter:
                 "const long long first_token = n / kColumnTiles * kTileRows;",
                 f"const long long rows = {self.parameters.tokens()} - first_token;",
             ]
-        lines += ["", *self._left_lines(), *self._right_lines(), "", "Tile tile;", "tile.clear();"]
-        lines += [f"tile.multiply(left, right, kDepth, {self._extents()}, shared);", ""]
+        lines += ["", *self._left_lines(), *self._right_lines(), "", "Tile tile;"]
         epilogue, before = self._region()
+        lines += [self._cleared(epilogue), f"tile.multiply(left, right, kDepth, {self._extents()}, shared);", ""]
         return [*lines, *before, *self._epilogue(epilogue)]
+
+    def _cleared(self, epilogue: Epilogue) -> str:
+        """The line that starts the product, with its op."""
+        return f"tile.clear();  // {comment(self.product, epilogue.name)}"
 
     def _extents(self) -> str:
         """How many rows and columns there are in a tile, for what is fetched line by line."""
@@ -294,7 +299,7 @@ class _Emitter:
     def _multiply(self) -> list[str]:
         epilogue, before = self._region()
         passes = ["if (tile.passes(kDepth)) continue;  // the other warpgroup's"] if self.shape.pingpong else []
-        product = ["tile.clear();", "tile.multiply(kDepth, rows);"]
+        product = [self._cleared(epilogue), "tile.multiply(kDepth, rows);"]
         return [*passes, *self._place(), "", *before, *product, "", *self._epilogue(epilogue)]
 
     # ------------------------------------------------------------------------------------------------ operands
@@ -348,6 +353,7 @@ class _Emitter:
         computed = (self.product.result, read)
         staged = self.staging.places if self.staging is not None else None
         epilogue = Epilogue(self.parameters, self.columns, self._vector, computed, place, self.shape.fetches, staged)
+        self.epilogue = epilogue
         self.parameters.taken |= {place, "rows", "weight"}
         skip: list[Op] = [self.product]
         if isinstance(self.product.x, OpResult) and self.region.users(self.product.x) == [self.product]:
@@ -382,7 +388,7 @@ class _Emitter:
             f"    const int column = first_column + {step};",
             "    if (kColumns % kTileColumns != 0 && column >= kColumns) continue;",
         ]
-        lines = [f"// {comment(self.product, epilogue.name)}", f"constexpr int kVector = {self._vector};"]
+        lines = [f"constexpr int kVector = {self._vector};"]
         lines += [f"float {name}[Tile::kOwnRows] = {{}};" for name, _ in epilogue.sums]
         compute = [
             *epilogue.loads,

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from moesaic.codegen.kernel import Argument, GeneratedKernel
+from moesaic.codegen.kernel import Argument, FusedOp, GeneratedKernel
 from moesaic.codegen.render import banner, indented, render
 from moesaic.codegen.target import WARP_THREADS, Target
 from moesaic.ir.attributes import format_attributes, format_float
-from moesaic.ir.core import BlockArgument, Constant, Op, OpResult, Value
+from moesaic.ir.core import Block, BlockArgument, Constant, Op, OpResult, Value
 from moesaic.ir.errors import InternalError, UnsupportedError
 from moesaic.ir.ops import col, math, row
 from moesaic.ir.ops.kernel import Ticket, segments_of
@@ -151,6 +151,7 @@ class _Emitter:
             grid=self.config["grid"],
             by_sequence=bool(self.segments),
             shared_bytes=self.shared_bytes,
+            ops=fused_ops(self.region, self._name),
         )
 
     def _constants(self) -> None:
@@ -1046,6 +1047,11 @@ def comment(op: Op, name: Callable[[Value], str]) -> str:
     operands = ", ".join(format_float(v.value) if isinstance(v, Constant) else "%" + name(v) for v in op.operands)
     attributes = f" {format_attributes(op.attributes)}" if op.attributes else ""
     return f"{results} = {op.name} {operands}{attributes}"
+
+
+def fused_ops(region: Block, name: Callable[[Value], str]) -> tuple[FusedOp, ...]:
+    """All ops of a region, in order, with the names that values have in the code."""
+    return tuple(FusedOp(comment(op, name), ", ".join(str(r.type) for r in op.results)) for op in region.ops[:-1])
 
 
 def register(value: Value) -> str:

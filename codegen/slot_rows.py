@@ -8,7 +8,7 @@ from __future__ import annotations
 from moesaic.codegen.epilogue import Epilogue, Parameters, columns_of
 from moesaic.codegen.kernel import GeneratedKernel
 from moesaic.codegen.render import banner, indented, render
-from moesaic.codegen.row_program import STORAGE, Line
+from moesaic.codegen.row_program import STORAGE, Line, fused_ops
 from moesaic.ir.core import Block, Value
 from moesaic.ir.ops import slot
 from moesaic.ir.ops.launch import Kernel
@@ -99,7 +99,9 @@ def generate(op: Kernel) -> GeneratedKernel:
             "body": indented([*body, "}"], 2),
         },
     )
-    return GeneratedKernel(op.symbol, source, tuple(parameters.arguments), threads, 1, "device")
+    return GeneratedKernel(
+        op.symbol, source, tuple(parameters.arguments), threads, 1, "device", ops=fused_ops(region, epilogue.name)
+    )
 
 
 def _live(region: Block) -> Value | None:

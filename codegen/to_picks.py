@@ -80,6 +80,7 @@ class _Emitter:
             threads=self.threads,
             rows_per_block=tokens,
             grid="cover",
+            ops=region.fused_ops(),
         )
 
     def _of_pick_or_all(self, read: set[Value]) -> list[str]:

@@ -14,7 +14,7 @@ from moesaic.codegen.epilogue import Parameters, check_target, columns_of
 from moesaic.codegen.fetching import Boxes, Fetch, in_two_roles, tile_type
 from moesaic.codegen.kernel import GeneratedKernel
 from moesaic.codegen.render import banner, indented, render
-from moesaic.codegen.row_program import STORAGE, Line, comment, short_name
+from moesaic.codegen.row_program import STORAGE, Line, comment, fused_ops, short_name
 from moesaic.codegen.staging import Staging
 from moesaic.ir.core import BlockArgument, OpResult, Value
 from moesaic.ir.errors import InternalError, UnsupportedError
@@ -90,6 +90,7 @@ class _Emitter:
             grid="device",
             shared_bytes=self.tile_bytes,
             cluster=self.pair,
+            ops=fused_ops(self.region, self._name),
         )
 
     def _constants(self) -> list[Line]:

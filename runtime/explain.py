@@ -337,6 +337,7 @@ def explain(
     card: Card = H100,
     times: Times | None = None,
     notes: Sequence[str] = (),
+    lineinfo: bool | None = None,
 ) -> Explanation:
     """Explains a program; see the module.
 
@@ -349,6 +350,7 @@ def explain(
         card: whose rates count.
         times: microseconds of kernels that were measured.
         notes: to be handed on.
+        lineinfo: whether kernels are compiled with line information, which changes nothing that is told here.
 
     Raises:
         InputError: a negative number of tokens, or a share that is none.
@@ -360,7 +362,7 @@ def explain(
     rows = round(live * tokens * picks_of(program))
     said = list(notes)
     directions = [
-        _direction(name, executable, target, card, tokens, rows, times or {}, said)
+        _direction(name, executable, target, card, tokens, rows, times or {}, said, lineinfo)
         for name, executable in executables(program, target, tokens, training=training)
     ]
     memory = memory_of(program, target.name, tokens)
@@ -396,10 +398,11 @@ def _direction(
     rows: int,
     times: Times,
     notes: list[str],
+    lineinfo: bool | None,
 ) -> Direction:
     plan = executable.plan
     launches = [op for op in executable.module.entry.body.ops if isinstance(op, Kernel)]
-    used = [_resources(step.kernel, target, notes) for step in plan.steps]
+    used = [_resources(step.kernel, target, notes, lineinfo) for step in plan.steps]
     blocks = {
         step.blocks_symbol: _blocks(step.kernel, target, card, resources, tokens)
         for step, resources in zip(plan.steps, used, strict=True)
@@ -469,9 +472,9 @@ def _flops_us(cost: Cost, card: Card) -> float:
     return 1e6 * cost.product_flops / card.flops(cost.product_type) if cost.product_flops else 0.0
 
 
-def _resources(kernel: GeneratedKernel, target: Target, notes: list[str]) -> Resources | None:
+def _resources(kernel: GeneratedKernel, target: Target, notes: list[str], lineinfo: bool | None) -> Resources | None:
     try:
-        return compiled_kernel(kernel, target).resources
+        return compiled_kernel(kernel, target, lineinfo=lineinfo).resources
     except ToolchainError as error:
         reason = str(error).splitlines()[0].partition(" (")[0]
         notes.append(f"no registers, spills or occupancy: {reason}; see moesaic doctor")

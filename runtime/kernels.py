@@ -30,18 +30,20 @@ _dumped: dict[Path, str] = {}  # stem of a dump: the key of what lies there
 _dumped_guard = threading.Lock()
 
 
-def compiled_kernel(kernel: GeneratedKernel, target: Target) -> nvrtc.CompiledKernel:
+def compiled_kernel(kernel: GeneratedKernel, target: Target, *, lineinfo: bool | None = None) -> nvrtc.CompiledKernel:
     """The kernel compiled by NVRTC, once per text, target and options in a process; threads compile side by side.
+
+    `lineinfo` is whether with line information; ``None``: as ``MOESAIC_LINEINFO`` says.
 
     Raises what `nvrtc.compile_source` raises.
     """
     source = source_of(kernel)
-    options = nvrtc.compile_options(target, extra_options=NVRTC_OPTIONS)
+    options = nvrtc.compile_options(target, lineinfo=lineinfo, extra_options=NVRTC_OPTIONS)
     wanted = (kernel.symbol, source, options)
     with _locks.holding(wanted):
         found = _compiled.get(wanted)
         if found is None:
-            found = _compiled[wanted] = _obtain(kernel.symbol, source, target)
+            found = _compiled[wanted] = _obtain(kernel.symbol, source, target, lineinfo)
     if environment.PTXAS_CHECK.get():  # what was compiled before may not have been checked
         nvrtc.check_local_memory(found, source)
     dump_dir = environment.DUMP_DIR.get()
@@ -64,28 +66,34 @@ def source_of(kernel: GeneratedKernel) -> str:
     return text
 
 
-def key_of(symbol: str, source: str, target: Target, extra_options: Sequence[str] = NVRTC_OPTIONS) -> cache.KernelKey:
+def key_of(
+    symbol: str,
+    source: str,
+    target: Target,
+    extra_options: Sequence[str] = NVRTC_OPTIONS,
+    lineinfo: bool | None = None,
+) -> cache.KernelKey:
     """The key of a kernel in the cache. Raises `ToolchainError` if NVRTC or the headers are missing."""
     major, minor = nvrtc.nvrtc_version()
     return cache.KernelKey(
         symbol=symbol,
         target=target.name,
         source_sha256=cache.sha256(source),
-        options=nvrtc.compile_options(target, extra_options=extra_options),
+        options=nvrtc.compile_options(target, lineinfo=lineinfo, extra_options=extra_options),
         nvrtc=f"{major}.{minor}, {_library_bytes()} bytes",
         headers=nvrtc.header_digest(),
     )
 
 
-def _obtain(symbol: str, source: str, target: Target) -> nvrtc.CompiledKernel:
+def _obtain(symbol: str, source: str, target: Target, lineinfo: bool | None) -> nvrtc.CompiledKernel:
     def make() -> cache.Content:
-        made = nvrtc.compile_source(source, name=symbol, target=target, extra_options=NVRTC_OPTIONS)
+        made = nvrtc.compile_source(source, name=symbol, target=target, lineinfo=lineinfo, extra_options=NVRTC_OPTIONS)
         return cache.Content(
             {f"{symbol}.cu": source.encode(), f"{symbol}.cubin": made.cubin, f"{symbol}.ptx": made.ptx.encode()},
             {"log": made.log, "resources": _resources(made), "seconds": round(made.seconds, 4)},
         )
 
-    key = key_of(symbol, source, target)
+    key = key_of(symbol, source, target, lineinfo=lineinfo)
     stored = cache.obtain(key, make)
     log = stored.facts["log"]
     include_dirs = [*nvrtc.helper_include_dirs(), *nvrtc.cuda_include_dirs()]

@@ -29,7 +29,7 @@ GROUPED = {"score": "sigmoid", "selection_bias": True, "groups": 8, "groups_kept
 @pytest.fixture
 def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes and FLOPs need none, and a compile takes a second."""
-    monkeypatch.setattr(explaining, "_resources", lambda kernel, target, notes: None)
+    monkeypatch.setattr(explaining, "_resources", lambda *arguments: None)
 
 
 def published(section: str, router: str) -> tuple[float, float]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moesaic.ir import environment
-from moesaic.ir.errors import InputError, MoesaicError, ToolchainError, UsageError, suggestion
+from moesaic.ir.errors import InputError, MoesaicError, ToolchainError, UsageError
 from moesaic.passes.instruments import SaveTree
 from moesaic.runtime.commands import console, inputs, lowering, pipeline_options, reporting, reproducer
 from moesaic.runtime.commands.verbs import Verbs
@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
         reporting.show(reporting.messages(error, module))
         return error.exit_code
     reporting.show(reporting.remarks(lowered.context, arguments.file))
-    kernels = _chosen(lowered.kernels, arguments.kernel)
+    kernels = lowering.chosen(lowered.kernels, arguments.kernel)
     with reproducer.kept(declared, arguments.pass_pipeline, f"moesaic compile --arch {target}"):
         if output is not None:
             _write_everything(output, lowered, kernels)
@@ -89,15 +89,6 @@ def _folder(arguments: argparse.Namespace) -> Path | None:
     if path.is_file():
         raise UsageError(f"{path} is a file; without --emit, -o names a folder")
     return path
-
-
-def _chosen(kernels: tuple[GeneratedKernel, ...], name: str | None) -> list[GeneratedKernel]:
-    if name is None:
-        return list(kernels)
-    known = [k.symbol for k in kernels]
-    if name not in known:
-        raise UsageError(f"no kernel {name!r}{suggestion(name, known)}; there are: {', '.join(known)}")
-    return [k for k in kernels if k.symbol == name]
 
 
 def _resources(lowered: lowering.Lowered, kernels: list[GeneratedKernel], arguments: argparse.Namespace) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from moesaic.ir.core import Module
-from moesaic.ir.errors import InputError, UsageError
+from moesaic.ir.errors import InputError, UsageError, suggestion
 from moesaic.passes.instruments import History
 from moesaic.passes.manager import Instrument, Pass, PassContext, PassManager, parse_pipeline, pipeline_text
 from moesaic.passes.specialize import Specialize
@@ -72,12 +72,26 @@ def lower(module: Module, passes: Sequence[Pass], instruments: Sequence[Instrume
     return Lowered(module, history.stages, context, kernels, Target.parse(last.target))
 
 
-def compiled(kernel: GeneratedKernel, target: Target) -> CompiledKernel:
-    """A kernel as the runtime would compile it: from the cache, else by NVRTC."""
+def chosen(kernels: Sequence[GeneratedKernel], name: str | None) -> list[GeneratedKernel]:
+    """The kernels, or the one of that name.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if name is None:
+        return list(kernels)
+    known = [k.symbol for k in kernels]
+    if name not in known:
+        raise UsageError(f"no kernel {name!r}{suggestion(name, known)}; there are: {', '.join(known)}")
+    return [k for k in kernels if k.symbol == name]
+
+
+def compiled(kernel: GeneratedKernel, target: Target, *, lineinfo: bool | None = None) -> CompiledKernel:
+    """A kernel as the runtime would compile it: from the cache, else by NVRTC; `lineinfo` as for `compiled_kernel`."""
     from moesaic.runtime.kernels import compiled_kernel
 
     with console.progress(f"compiling {kernel.symbol} for {target}"):
-        return compiled_kernel(kernel, target)
+        return compiled_kernel(kernel, target, lineinfo=lineinfo)
 
 
 RESOURCE_HEADER = ("kernel", "target", "regs", "spills", "stack", "shared", "threads", "blocks/SM", "cubin", "ms")

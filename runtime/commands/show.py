@@ -1,14 +1,22 @@
-"""``moesaic show``: a layer from its declaration to its CUDA, on one page."""
+"""``moesaic show``: a layer from its declaration to its machine code, in a terminal or as one HTML file."""
 
 from __future__ import annotations
 
 import argparse
 import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from moesaic.ir.errors import InputError, MoesaicError, suggestion
+from moesaic.ir.errors import InputError, MoesaicError, ToolchainError, UsageError, suggestion
 from moesaic.passes.instruments import VerifyEach
 from moesaic.runtime.commands import console, inputs, listings, lowering, reporting, text
 from moesaic.runtime.commands.verbs import Verbs
+
+if TYPE_CHECKING:
+    from moesaic.codegen.kernel import GeneratedKernel
+    from moesaic.codegen.listing import Line, Listing
+    from moesaic.ir.core import Module
 
 _EXAMPLES = """
 Differences ignore indentation and the numbers of unnamed values: what only moved has not changed.
@@ -18,6 +26,9 @@ examples:
   moesaic show router.moe --side-by-side                       each op beside its CUDA
   moesaic show router.moe --stage expand-rows                  the IR after one pass, as it is
   moesaic show router.moe --stage expand-rows --side-by-side   the IR before and after it
+  moesaic show router.moe --linked --kernel route_rows         CUDA, PTX and SASS of each op
+  moesaic show router.moe --op row.topk                        the same of some ops
+  moesaic show layer.py --dtype bf16 --html layer.html         everything on one page, linked
 """
 
 
@@ -27,6 +38,10 @@ def add(verbs: Verbs) -> None:
     parser.add_argument("file", metavar="FILE", help=inputs.FILE_HELP)
     parser.add_argument("--stage", metavar="NAME", help="only this stage: declared, the name of a pass, or cuda")
     parser.add_argument("--side-by-side", action="store_true", help="two columns: op and CUDA, or before and after")
+    parser.add_argument("--linked", action="store_true", help="the CUDA, PTX and SASS that come from each op")
+    parser.add_argument("--op", metavar="NAME", help="the same of one op: a result such as scores, or row.topk")
+    parser.add_argument("--kernel", metavar="NAME", help="only this kernel")
+    parser.add_argument("--html", metavar="FILE", help="write one HTML file, which needs nothing but itself")
     parser.add_argument("--arch", metavar="ARCH", help="GPU architecture (default: MOESAIC_ARCH, sm_90a)")
     parser.add_argument("-p", "--pass-pipeline", metavar="PIPELINE", default="default", help="default: %(default)s")
     parser.add_argument("--dtype", help="of the logits, for a .py router declared without one")
@@ -37,7 +52,10 @@ def run(arguments: argparse.Namespace) -> int:
     from moesaic.codegen.target import Target
 
     target = Target.parse(arguments.arch) if arguments.arch else Target.default()
+    if arguments.html is not None and (arguments.stage or arguments.op or arguments.linked or arguments.side_by_side):
+        raise UsageError("--html shows everything; leave --stage, --side-by-side, --linked and --op out")
     module = inputs.read_module(arguments.file, arguments.dtype)
+    declared = module.clone()
     passes = lowering.passes_for(arguments.pass_pipeline, target)
     try:
         lowered = lowering.lower(module, passes, [VerifyEach()])
@@ -49,15 +67,22 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.stage is not None:
         _one_stage(lowered, arguments.stage, arguments.side_by_side)
         return 0
+    kernels = lowering.chosen(lowered.kernels, arguments.kernel)
+    if arguments.html is not None:
+        _page(lowered, kernels, declared, arguments)
+        return 0
+    if arguments.linked or arguments.op is not None:
+        _linked(lowered, kernels, arguments.op)
+        return 0
     if arguments.side_by_side:
-        for kernel in lowered.kernels:
+        for kernel in kernels:
             print(console.heading(kernel.symbol, "IR op │ CUDA"))
             print("\n".join(text.op_beside_code(kernel.source, console.page())))
             print()
         return 0
     stages(lowered)
     decisions(lowered)
-    for kernel in lowered.kernels:
+    for kernel in kernels:
         print(console.heading(f"{kernel.symbol}.cu", f"for {lowered.target}"))
         print(text.cuda(kernel.source))
         print()
@@ -114,3 +139,84 @@ def _one_stage(lowered: lowering.Lowered, name: str, side_by_side: bool) -> None
     half = (columns - 3) // 2
     print(console.styled(f"{(known[position - 1] if position else ''):{half}}   {name}", "bold"))
     print("\n".join(text.beside(before, lowered.stages[name], columns)))
+
+
+def _listings(
+    lowered: lowering.Lowered, kernels: Sequence[GeneratedKernel]
+) -> tuple[list[tuple[GeneratedKernel, Listing]], list[str]]:
+    """Kernels with their lines, and why some lines are missing, if any are."""
+    from moesaic.codegen.listing import listing
+    from moesaic.runtime.kernels import source_of
+
+    made, notes = [], []
+    for kernel in kernels:
+        compiled = lowering.compiled(kernel, lowered.target, lineinfo=True)
+        source = source_of(kernel)
+        try:
+            lines = listing(kernel, source, compiled.ptx, compiled.cubin)
+        except ToolchainError as error:  # only SASS needs a tool that may be missing
+            notes.append(f"no SASS: {str(error).splitlines()[0]}")
+            lines = listing(kernel, source, compiled.ptx, None)
+        made.append((kernel, lines))
+    return made, list(dict.fromkeys(notes))
+
+
+def _page(
+    lowered: lowering.Lowered, kernels: Sequence[GeneratedKernel], declared: Module, arguments: argparse.Namespace
+) -> None:
+    from moesaic.runtime.commands.page import page
+    from moesaic.runtime.explain import explain
+    from moesaic.runtime.program import program_of
+
+    made, notes = _listings(lowered, kernels)
+    training = arguments.pass_pipeline != "forward"
+    explanation = explain(program_of(declared), lowered.target, training=training, lineinfo=True)
+    if arguments.pass_pipeline not in ("default", "forward"):
+        notes.append(f"costs are those of the default pipeline, kernels those of {arguments.pass_pipeline}")
+    title = f"@{declared.entry.name} of {arguments.file}"
+    said = [*lowered.context.remarks, *(f"warning: {w}" for w in lowered.context.warnings)]
+    content = page(title, lowered.target.name, made, lowered.stages, said, explanation, notes)
+    inputs.write_file(Path(arguments.html), content.encode())
+    for note in notes:
+        console.say(note, kind="warning")
+    console.say(f"wrote {arguments.html}, {console.size(len(content.encode()))}")
+
+
+def _linked(lowered: lowering.Lowered, kernels: Sequence[GeneratedKernel], wanted: str | None) -> None:
+    """Prints the lines of ops: of all, or of those that make a result or have a name like `wanted`."""
+    from moesaic.codegen.listing import KERNEL
+
+    made, notes = _listings(lowered, kernels)
+    known: dict[str, None] = {}
+    found = False
+    for kernel, lines in made:
+        for number, op in enumerate(lines.ops):
+            results, _, rest = op.comment.partition(" = ")
+            names = [*(r.strip().lstrip("%") for r in results.split(",")), rest.partition(" ")[0]]
+            known |= dict.fromkeys(names)
+            if wanted is None or wanted.lstrip("%") in names:
+                found = True
+                print(console.heading(kernel.symbol, str(op)))
+                _print_lines(lines, number)
+        if wanted is None:
+            print(console.heading(kernel.symbol, "around the ops: loops, addresses, stores"))
+            _print_lines(lines, KERNEL)
+    for note in notes:
+        console.say(note, kind="warning")
+    if not found and wanted is not None:
+        raise InputError(f"no op {wanted!r}{suggestion(wanted, known)}; there are: {', '.join(known)}")
+
+
+def _print_lines(lines: Listing, op: int) -> None:
+    numbers = lines.cuda_lines(op)
+    if not numbers:
+        print("no line of its own: done where its operand is loaded or its result stored\n")
+        return
+    for number in numbers:
+        print(f"{number:5}  {lines.cuda[number - 1]}")
+    for kind in ("ptx", "sass"):
+        found: Sequence[Line] = lines.lines(kind, op)
+        print(console.styled(f"{kind.upper()}, {len(found)} lines", "bold"))
+        for line in found:
+            print(f"{line.source:5}  {line.text.strip()}")
+    print()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -20,16 +21,28 @@ def readable_difference(before: str, after: str, *, context: int = 1) -> list[st
     Neither indentation nor the numbers of unnamed values count: ops that only moved into a region, or were numbered
     anew, have not changed. Runs of unchanged lines are cut to `context` lines at either end.
     """
+    lines: list[str] = []
+    runs = [
+        (same, list(run)) for same, run in itertools.groupby(difference(before, after), lambda pair: pair[0] == " ")
+    ]
+    for number, (same, run) in enumerate(runs):
+        if same:
+            shown = [line for _, line in run]
+            lines += _shortened(shown, context, first=number == 0, last=number == len(runs) - 1)
+        else:
+            lines += [f"{mark} {line}" for mark, line in run]
+    return lines if any(line[0] in "+-" for line in lines) else []
+
+
+def difference(before: str, after: str) -> Iterator[tuple[str, str]]:
+    """Every line of `after`, and those of `before` that are gone, with ``+``, ``-`` or a space; empty ones left out."""
     old, new = before.splitlines(), after.splitlines()
     matcher = difflib.SequenceMatcher(None, _line_keys(old), _line_keys(new), autojunk=False)
-    lines: list[str] = []
     for tag, a0, a1, b0, b1 in matcher.get_opcodes():
-        if tag == "equal":
-            lines += _shortened(new[b0:b1], context, first=b0 == 0, last=b1 == len(new))
-            continue
-        lines += [f"- {line}" for line in old[a0:a1] if line.strip()]
-        lines += [f"+ {line}" for line in new[b0:b1] if line.strip()]
-    return lines if any(line[0] in "+-" for line in lines) else []
+        if tag != "equal":
+            yield from (("-", line) for line in old[a0:a1] if line.strip())
+        mark = " " if tag == "equal" else "+"
+        yield from ((mark, line) for line in new[b0:b1] if line.strip())
 
 
 def _line_keys(lines: Iterable[str]) -> list[str]:

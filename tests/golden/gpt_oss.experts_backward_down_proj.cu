@@ -91,10 +91,9 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
         of_pick[i] = moesaic::to_float(moesaic::load_one(weights_ptr + static_cast<long long>(pick / 4) * weights_stride + pick % 4));  // %of_pick = slot.of_pick %weights, %saved_picks, %saved_slots
       }
 
-      tile.clear();
+      tile.clear();  // %grouped_linear = slot.grouped_linear %gathered, %down_proj, %saved_counts, %saved_offsets {transposed = false}
       tile.multiply(kDepth, rows);
 
-      // %grouped_linear = slot.grouped_linear %gathered, %down_proj, %saved_counts, %saved_offsets {transposed = false}
       constexpr int kVector = 8;
       float total[Tile::kOwnRows] = {};
 #pragma unroll

@@ -75,10 +75,9 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
       const long long first_slot = moesaic::load_one(offsets_ptr + expert) + first_row;
       const int first_column = item.column_tile * kTileColumns;
 
-      tile.clear();
+      tile.clear();  // %grouped_linear = slot.grouped_linear %activated, %down_proj, %counts, %offsets {transposed = true}
       tile.multiply(kDepth, rows);
 
-      // %grouped_linear = slot.grouped_linear %activated, %down_proj, %counts, %offsets {transposed = true}
       constexpr int kVector = 2;
 #pragma unroll
       for (int b = 0; b < Tile::kBlocks; ++b) {

@@ -75,10 +75,9 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
       const long long first_slot = moesaic::load_one(offsets_ptr + expert) + first_row;
       const int first_column = item.column_tile * kTileColumns;
 
-      tile.clear();
+      tile.clear();  // %h = slot.grouped_linear %gathered, %gate_up_proj, %counts, %offsets {transposed = true}
       tile.multiply(kDepth, rows);
 
-      // %h = slot.grouped_linear %gathered, %gate_up_proj, %counts, %offsets {transposed = true}
       constexpr int kVector = 4;
 #pragma unroll
       for (int i = 0; i < Tile::kOwnRows; ++i) {

@@ -63,10 +63,9 @@ extern "C" __global__ void __launch_bounds__(kThreads) experts_backward_down_pro
     const auto right = [&](int /*part*/, long long k) -> const Element* { return weight + k * down_proj_row_stride + first_column; };
 
     Tile tile;
-    tile.clear();
+    tile.clear();  // %d_activated = slot.grouped_linear %d_outputs, %down_proj, %saved_counts, %saved_offsets {transposed = true}
     tile.multiply(left, right, kDepth, moesaic::smaller(kTileRows, rows), kColumns - first_column, shared);
 
-    // %d_activated = slot.grouped_linear %d_outputs, %down_proj, %saved_counts, %saved_offsets {transposed = true}
     constexpr int kVector = 4;
     float total[Tile::kOwnRows] = {};
 #pragma unroll

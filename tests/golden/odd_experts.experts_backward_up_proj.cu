@@ -54,10 +54,9 @@ extern "C" __global__ void __launch_bounds__(kThreads) experts_backward_up_proj(
     const auto right = [&](int /*part*/, long long k) -> const Element* { return weight + k * up_proj_row_stride + first_column; };
 
     Tile tile;
-    tile.clear();
+    tile.clear();  // %grouped_linear = slot.grouped_linear %d_h, %up_proj, %saved_counts, %saved_offsets {transposed = true}
     tile.multiply(left, right, kDepth, moesaic::smaller(kTileRows, rows), kColumns - first_column, shared);
 
-    // %grouped_linear = slot.grouped_linear %d_h, %up_proj, %saved_counts, %saved_offsets {transposed = true}
     constexpr int kVector = 4;
 #pragma unroll
     for (int i = 0; i < Tile::kOwnRows; ++i) {

@@ -53,10 +53,9 @@ extern "C" __global__ void __launch_bounds__(kThreads) experts_down_proj(
     const auto right = [&](int /*part*/, int c) -> const Element* { return weight + (first_column + c) * down_proj_row_stride; };
 
     Tile tile;
-    tile.clear();
+    tile.clear();  // %grouped_linear = slot.grouped_linear %activated, %down_proj, %counts, %offsets {transposed = false}
     tile.multiply(left, right, kDepth, moesaic::smaller(kTileRows, rows), kColumns - first_column, shared);
 
-    // %grouped_linear = slot.grouped_linear %activated, %down_proj, %counts, %offsets {transposed = false}
     constexpr int kVector = 4;
 #pragma unroll
     for (int i = 0; i < Tile::kOwnRows; ++i) {

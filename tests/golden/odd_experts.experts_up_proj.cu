@@ -59,10 +59,9 @@ extern "C" __global__ void __launch_bounds__(kThreads) experts_up_proj(
     const auto right = [&](int /*part*/, int c) -> const Element* { return weight + (first_column + c) * up_proj_row_stride; };
 
     Tile tile;
-    tile.clear();
+    tile.clear();  // %h2 = slot.grouped_linear %gathered, %up_proj, %counts, %offsets {transposed = false}
     tile.multiply(left, right, kDepth, moesaic::smaller(kTileRows, rows), kColumns - first_column, shared);
 
-    // %h2 = slot.grouped_linear %gathered, %up_proj, %counts, %offsets {transposed = false}
     constexpr int kVector = 4;
 #pragma unroll
     for (int i = 0; i < Tile::kOwnRows; ++i) {

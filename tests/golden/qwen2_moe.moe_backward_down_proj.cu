@@ -89,10 +89,9 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
         of_pick[i] = moesaic::to_float(moesaic::load_one(saved_picked_scores_ptr + static_cast<long long>(pick / 4) * saved_picked_scores_stride + pick % 4));  // %of_pick = slot.of_pick %saved_picked_scores, %saved_picks, %saved_slots
       }
 
-      tile.clear();
+      tile.clear();  // %grouped_linear = slot.grouped_linear %gathered, %down_proj, %counts, %saved_offsets {transposed = true}
       tile.multiply(kDepth, rows);
 
-      // %grouped_linear = slot.grouped_linear %gathered, %down_proj, %counts, %saved_offsets {transposed = true}
       constexpr int kVector = 8;
       float total[Tile::kOwnRows] = {};
 #pragma unroll

@@ -47,10 +47,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) moe_backward_gate_weig
     const auto right = [&](int /*part*/, long long k) -> const Element* { return weight + k * gate_weight_stride + first_column; };
 
     Tile tile;
-    tile.clear();
+    tile.clear();  // %linear = slot.linear %x5, %gate_weight {transposed = true}
     tile.multiply(left, right, kDepth, static_cast<int>(moesaic::at_most(kTileRows, rows)), kColumns - first_column, shared);
 
-    // %linear = slot.linear %x5, %gate_weight {transposed = true}
     constexpr int kVector = 2;
 #pragma unroll
     for (int i = 0; i < Tile::kOwnRows; ++i) {

@@ -74,10 +74,9 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
         sigmoid[i] = moesaic::sigmoid(saved_shared_logit[i]);  // %sigmoid = math.sigmoid %saved_shared_logit
       }
 
-      tile.clear();
+      tile.clear();  // %linear = slot.linear %d_hidden, %shared_down_proj {transposed = true}
       tile.multiply(kDepth, rows);
 
-      // %linear = slot.linear %d_hidden, %shared_down_proj {transposed = true}
       constexpr int kVector = 8;
       float total[Tile::kOwnRows] = {};
 #pragma unroll

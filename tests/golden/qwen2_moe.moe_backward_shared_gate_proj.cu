@@ -57,10 +57,9 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
       const long long rows = item.idle ? 0 : tokens - first_token;
       const int first_column = item.column_tile * kTileColumns;
 
-      tile.clear();
+      tile.clear();  // %linear = slot.linear %x, %shared_gate_proj {transposed = true}
       tile.multiply(kDepth, rows);
 
-      // %linear = slot.linear %x, %shared_gate_proj {transposed = true}
       constexpr int kVector = 2;
 #pragma unroll
       for (int b = 0; b < Tile::kBlocks; ++b) {

@@ -44,10 +44,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) moe_gate_weight(
     const auto right = [&](int /*part*/, int c) -> const Element* { return weight + (first_column + c) * gate_weight_stride; };
 
     Tile tile;
-    tile.clear();
+    tile.clear();  // %logits = slot.linear %x, %gate_weight {transposed = false}
     tile.multiply(left, right, kDepth, static_cast<int>(moesaic::at_most(kTileRows, rows)), kColumns - first_column, shared);
 
-    // %logits = slot.linear %x, %gate_weight {transposed = false}
     constexpr int kVector = 2;
 #pragma unroll
     for (int i = 0; i < Tile::kOwnRows; ++i) {

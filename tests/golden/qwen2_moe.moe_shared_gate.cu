@@ -44,10 +44,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) moe_shared_gate(
     const auto right = [&](int /*part*/, int c) -> const Element* { return weight + (first_column + c) * shared_gate_stride; };
 
     Tile tile;
-    tile.clear();
+    tile.clear();  // %shared_logit = slot.linear %x, %shared_gate {transposed = false}
     tile.multiply(left, right, kDepth, static_cast<int>(moesaic::at_most(kTileRows, rows)), kColumns - first_column, shared);
 
-    // %shared_logit = slot.linear %x, %shared_gate {transposed = false}
     constexpr int kVector = 2;
 #pragma unroll
     for (int i = 0; i < Tile::kOwnRows; ++i) {

@@ -57,10 +57,9 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
       const long long rows = item.idle ? 0 : tokens - first_token;
       const int first_column = item.column_tile * kTileColumns;
 
-      tile.clear();
+      tile.clear();  // %shared_h_up = slot.linear %x2, %shared_up_proj {transposed = false}
       tile.multiply(kDepth, rows);
 
-      // %shared_h_up = slot.linear %x2, %shared_up_proj {transposed = false}
       constexpr int kVector = 8;
 #pragma unroll
       for (int i = 0; i < Tile::kOwnRows; ++i) {
