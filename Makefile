@@ -16,7 +16,7 @@ PYTHON  ?=
 WORKERS ?= auto
 ARGS    ?=
 
-.PHONY: help demo test lint format check setup setup-demo clean
+.PHONY: help demo test lint format docs check setup setup-demo clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,6 +39,9 @@ lint: setup ## ruff (rules and format) and mypy (strict for ir and passes)
 format: setup ## let ruff rewrite the files
 	@$(BIN)/ruff check --fix --quiet . || true
 	@$(BIN)/ruff format .
+
+docs: setup ## write the pages that come from the code again
+	@$(BIN)/python docs/generate.py
 
 setup-demo: $(VENV)/.demo-stamp ## make the environment for the demo only
 setup: $(VENV)/.test-stamp ## make the environment for tests and development

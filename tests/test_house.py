@@ -2,6 +2,8 @@
 
 import ast
 import os
+import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -183,10 +185,31 @@ def test_typing_link() -> None:
 # The documentation ----------------------------------------------------------------------------------------------------
 
 
-def test_the_page_of_environment_variables_is_current() -> None:
-    """`docs/environment.md` holds the table of the declarations; paste that of the message when it does not."""
-    page = (ROOT / "docs" / "environment.md").read_text(encoding="utf-8")
-    assert environment.markdown() in page, f"the table of docs/environment.md has to be:\n\n{environment.markdown()}"
+def test_pages_that_come_from_the_code_are_current() -> None:
+    """`python docs/generate.py` writes them again."""
+    made = runpy.run_path(str(ROOT / "docs" / "generate.py"))["pages"]()
+    assert environment.markdown() in made["environment.md"]
+    assert "### `row.topk`" in made["ops.md"] and "\n## fuse-experts\n" in made["passes.md"]
+    stale = [name for name, page in made.items() if (ROOT / "docs" / name).read_text(encoding="utf-8") != page]
+    assert not stale, f"{', '.join(stale)}: run python docs/generate.py"
+
+
+def links_of(page: Path) -> list[str]:
+    """Targets of the links and pictures of a page of Markdown, code left out."""
+    text = re.sub(r"```.*?```|`[^`]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    return re.findall(r"\]\(([^)\s]+)\)", text)
+
+
+@pytest.mark.parametrize("page", sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]), ids=lambda p: p.name)
+def test_links_between_pages_lead_somewhere(page: Path) -> None:
+    for link in links_of(page):
+        path, _, anchor = link.partition("#")
+        if not re.match(r"[a-z]+:", link):
+            target = page if not path else page.parent / path
+            assert target.exists(), f"{page.name}: {link}"
+            headings = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.MULTILINE) if anchor else []
+            slugs = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+            assert not anchor or anchor in slugs, f"{page.name}: {link}"
 
 
 # The Makefile ---------------------------------------------------------------------------------------------------------

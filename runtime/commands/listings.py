@@ -64,7 +64,7 @@ def run_passes(arguments: argparse.Namespace) -> int:
     from moesaic.passes.manager import PIPELINES, REGISTRY, pass_class
 
     names = [arguments.name] if arguments.name else list(REGISTRY)
-    records = [_pass_record(pass_class(n)) for n in names]
+    records = [pass_record(pass_class(n)) for n in names]
     if arguments.json:
         console.print_json(records[0] if arguments.name else {"passes": records, "pipelines": PIPELINES})
         return 0
@@ -83,7 +83,8 @@ def run_passes(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _pass_record(cls: Any) -> dict[str, Any]:
+def pass_record(cls: Any) -> dict[str, Any]:
+    """All about a pass, as plain values."""
     module_doc = inspect.getdoc(inspect.getmodule(cls)) or ""
     hints = get_type_hints(cls)
     options = [
@@ -166,10 +167,10 @@ def run_ops(arguments: argparse.Namespace) -> int:
             f"or a group: {', '.join(groups)}"
         )
     if asked in known:
-        record = _op_record(known[asked])
+        record = op_record(known[asked])
         console.print_json(record) if arguments.json else _print_op(record)
         return 0
-    shown = [_op_record(cls) for name, cls in known.items() if not asked or name.startswith(f"{asked}.")]
+    shown = [op_record(cls) for name, cls in known.items() if not asked or name.startswith(f"{asked}.")]
     if arguments.json:
         console.print_json(shown)
         return 0
@@ -181,7 +182,8 @@ def run_ops(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _op_record(cls: Any) -> dict[str, Any]:
+def op_record(cls: Any) -> dict[str, Any]:
+    """All about an op, as plain values."""
     from moesaic.ir.attributes import format_attribute
     from moesaic.ir.core import OptionalOperandDef
 
