@@ -7,7 +7,7 @@ from moesaic.codegen.kernel import GeneratedKernel
 from moesaic.ir.core import Function
 from moesaic.ir.ops.launch import Kernel
 
-_FAMILIES = {
+FAMILIES = {
     "row_program": row_program.generate,
     "col_finish": col_finish.generate,
     "dispatch_count": dispatch.generate_count,
@@ -19,8 +19,9 @@ _FAMILIES = {
     "to_picks": to_picks.generate,
     "slot_rows": slot_rows.generate,
 }
+"""What makes the text of a launch, by its template."""
 
 
 def generate_kernels(function: Function) -> list[GeneratedKernel]:
     """One kernel for each ``launch.kernel`` of the function, in order."""
-    return [_FAMILIES[op.template](op) for op in function.body.ops if isinstance(op, Kernel)]
+    return [FAMILIES[op.template](op) for op in function.body.ops if isinstance(op, Kernel)]

@@ -88,6 +88,7 @@ DEFAULT = (
 """The pipeline of a layer with its backward function."""
 
 PIPELINES = {"default": DEFAULT, "forward": FORWARD}
+"""What layers are lowered by. A pass of one's own joins by its name, put into both."""
 
 
 def pass_class(name: str) -> type[Pass]:

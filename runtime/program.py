@@ -24,7 +24,7 @@ from moesaic.passes.choose_saved import ChooseSaved
 from moesaic.passes.differentiate import SUFFIX, Differentiate, derive
 from moesaic.passes.instruments import CrashReproducer, History, SaveTree, VerifyEach, print_by_environment
 from moesaic.passes.lower_aux_loss import lower_losses
-from moesaic.passes.manager import DEFAULT, FORWARD, Instrument, Pass, PassContext, PassManager, parse_pipeline
+from moesaic.passes.manager import PIPELINES, Instrument, Pass, PassContext, PassManager, parse_pipeline
 from moesaic.passes.save_products import SaveProducts
 from moesaic.passes.specialize import Specialize
 from moesaic.runtime.plan import LaunchPlan, build_plan
@@ -86,7 +86,7 @@ class Program:
         key = f"{kind} {','.join(cotangents)}"
         with self._lock:
             if key not in self._lowered:
-                pipeline = FORWARD if kind == "forward" else DEFAULT
+                pipeline = PIPELINES["forward" if kind == "forward" else "default"]
                 if cotangents:
                     kept = self._kept()
                     pipeline = pipeline.replace("differentiate", f"differentiate{{cotangents={','.join(cotangents)}}}")
@@ -220,7 +220,8 @@ def program_of(module: Module, passes: str = "") -> Program:
 
     `passes` run with options, in place of the compiler's choices: ``specialize{lanes=8},sink-gathers{sparse=0}``.
     """
-    key = hashlib.sha256(_compiler_digest() + f"{passes}\0{module}".encode()).hexdigest()[:24]
+    pipelines = "\0".join(PIPELINES.values())  # which others may have put passes of their own into
+    key = hashlib.sha256(_compiler_digest() + f"{pipelines}\0{passes}\0{module}".encode()).hexdigest()[:24]
     with _programs_lock:
         if key not in _programs:
             _programs[key] = Program(key, module.clone(), passes)

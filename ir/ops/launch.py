@@ -11,20 +11,8 @@ from collections.abc import Sequence
 
 from moesaic.ir import core
 from moesaic.ir.core import Op, result
+from moesaic.ir.errors import suggestion
 from moesaic.ir.types import TensorType
-
-TEMPLATES = (
-    "row_program",
-    "col_finish",
-    "dispatch_count",
-    "dispatch_scan",
-    "dispatch_scatter",
-    "product",
-    "wgrad",
-    "combine",
-    "to_picks",
-    "slot_rows",
-)
 
 
 class Alloc(Op):
@@ -52,7 +40,7 @@ class Kernel(Op):
     pure = False
     has_region = True
     symbol = core.string("name of the kernel")
-    template = core.string("template family", choices=TEMPLATES)
+    template = core.string("template family: the name of the ``kernel.`` op that it carries out")
     reads = core.integer("how many of the operands are read; the rest are written", minimum=0)
     blocks = core.string("symbol that stands for the number of blocks", default="")
     partials = core.integer("how many operands are partial rows of sums: the first", minimum=0, default=0)
@@ -60,6 +48,9 @@ class Kernel(Op):
     config = core.strings("configuration chosen by `specialize`, as name=value", default=())
 
     def verify(self) -> None:
+        if f"kernel.{self.template}" not in core.OPS:
+            near = suggestion(self.template, [n.removeprefix("kernel.") for n in core.OPS if n.startswith("kernel.")])
+            self.fail(f"there is no op kernel.{self.template}{near}, so no template of that name")
         if self.reads > len(self.operands):
             self.fail(f"reads {self.reads} of {len(self.operands)} operands")
         if self.region is not None and not self.region.arguments and self.template.startswith("dispatch_"):
