@@ -40,8 +40,9 @@ format: setup ## let ruff rewrite the files
 	@$(BIN)/ruff check --fix --quiet . || true
 	@$(BIN)/ruff format .
 
-docs: setup ## write the pages that come from the code again
+docs: setup ## write again what comes from the code and from tables
 	@$(BIN)/python docs/generate.py
+	@$(BIN)/python benchmarks/plots.py
 
 setup-demo: $(VENV)/.demo-stamp ## make the environment for the demo only
 setup: $(VENV)/.test-stamp ## make the environment for tests and development
