@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from moesaic import __version__
 from moesaic.ir.errors import InternalError, MoesaicError, UsageError, suggestion
+from moesaic.runtime import logs, reproducer
 from moesaic.runtime.commands import (
     cache,
     compile,
@@ -20,7 +21,6 @@ from moesaic.runtime.commands import (
     listings,
     opt,
     reporting,
-    reproducer,
     run,
     show,
 )
@@ -66,6 +66,7 @@ def _run(given: list[str]) -> int:
             near = suggestion(given[0], verbs)
             raise UsageError(f"unknown command {given[0]!r}{near}; there are: {', '.join(verbs)}")
         arguments = parser.parse_args(given)
+        logs.configure()
     except SystemExit as stop:  # argparse has said why
         return stop.code if isinstance(stop.code, int) else UsageError.exit_code
     except UsageError as error:

@@ -27,9 +27,9 @@ _FALSE = ("0", "false", "no", "off")
 class Variable(Generic[_T]):
     """One environment variable: `name`, how its text becomes a value, and what it means.
 
-    `kind` names the type for people (``path``, ``flag``, ``text``, ``choice``, or ``positive number``); `choices` lists
-    the words allowed, and is empty where any text will do. A variable that is unset, or set to the empty string, has
-    the value `default`.
+    `kind` names the type for people (``path``, ``flag``, ``text``, ``choice``, ``list`` or ``positive number``);
+    `choices` lists the words allowed, and is empty where any text will do. A variable that is unset, or set to the
+    empty string, has the value `default`.
     """
 
     name: str
@@ -110,7 +110,30 @@ def _choice(choices: tuple[str, ...]) -> Callable[[str], str]:
     return convert
 
 
-_Any: TypeAlias = Variable[Path | None] | Variable[bool] | Variable[str] | Variable[str | None] | Variable[int | None]
+LOGGERS = ("passes", "compile", "cache", "launch", "launcher", "hf")
+"""What can be logged, see ``runtime/logs.py``."""
+
+_INFO, _DEBUG = 20, 10  # of the module `logging`
+
+
+def _logs(text: str) -> dict[str, int]:
+    levels: dict[str, int] = {}
+    for item in filter(None, (part.strip().lower() for part in text.split(","))):
+        name, level = item.removeprefix("+"), _DEBUG if item.startswith("+") else _INFO
+        if name not in (*LOGGERS, "all"):
+            raise ValueError(text)
+        levels.update(dict.fromkeys(LOGGERS if name == "all" else (name,), level))
+    return levels
+
+
+_Any: TypeAlias = (
+    Variable[dict[str, int]]
+    | Variable[Path | None]
+    | Variable[bool]
+    | Variable[str]
+    | Variable[str | None]
+    | Variable[int | None]
+)
 
 _DECLARED: list[_Any] = []
 
@@ -185,6 +208,16 @@ DUMP_DIR = _declare_path(
 OVERRIDE_DIR = _declare_path(
     "MOESAIC_OVERRIDE_DIR", "use the <kernel>.cu in this folder, edited by hand, instead of the generated text"
 )
+LOGS: Variable[dict[str, int]] = Variable(
+    "MOESAIC_LOGS",
+    "list",
+    {},
+    "what to log to stderr, separated by commas: " + ", ".join(LOGGERS) + " or all; with + before it in detail",
+    _logs,
+    choices=(*LOGGERS, "all"),
+    default_text="not set",
+)
+_DECLARED.append(LOGS)
 PRINT_IR = _declare_text("MOESAIC_PRINT_IR", "print the IR to stderr: after-all, after-change, or the name of a pass")
 VERIFY_EACH = _declare_flag("MOESAIC_VERIFY_EACH", True, "verify the IR after every pass")
 REPRODUCER_DIR = _declare_path(

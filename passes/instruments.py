@@ -6,6 +6,7 @@ Everything prints to the stream it is given (the command line passes stderr); re
 from __future__ import annotations
 
 import difflib
+import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +16,9 @@ from moesaic.ir import environment
 from moesaic.ir.core import Module
 from moesaic.ir.errors import UsageError, suggestion
 from moesaic.ir.verifier import verify_module
-from moesaic.passes.manager import REGISTRY, Instrument, Pass, pipeline_text
+from moesaic.passes.manager import REGISTRY, Instrument, Pass, PassContext, pipeline_text
+
+_log = logging.getLogger("moesaic.passes")
 
 
 class VerifyEach(Instrument):
@@ -116,6 +119,29 @@ class Timing(Instrument):
         for name, seconds in self.times:
             print(f"{1e3 * seconds:7.2f} {100 * seconds / total:6.1f}  {name}", file=self._stream)
         print(f"{1e3 * total:7.2f}  100.0  total", file=self._stream)
+
+
+class LogPasses(Instrument):
+    """Says of each pass to the logger ``moesaic.passes`` whether it changed the module, how long it took, and what it
+    decided; in detail, the module after it, too."""
+
+    def __init__(self, context: PassContext) -> None:
+        self._context = context
+        self._said = 0
+        self._start = 0.0
+
+    def before_pass(self, index: int, current: Pass, module: Module) -> None:
+        self._start = time.perf_counter()
+
+    def after_pass(self, index: int, current: Pass, module: Module, changed: bool) -> None:
+        took = 1e3 * (time.perf_counter() - self._start)
+        what = "changed it" if changed else "changed nothing"
+        _log.info("@%s: %s %s, %.1f ms", module.entry.name, current, what, took)
+        for remark in self._context.remarks[self._said :]:
+            _log.info("@%s: %s", module.entry.name, remark)
+        self._said = len(self._context.remarks)
+        if changed and _log.isEnabledFor(logging.DEBUG):
+            _log.debug("@%s after %s:\n%s", module.entry.name, current.name, module)
 
 
 class SaveTree(Instrument):

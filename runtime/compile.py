@@ -25,7 +25,7 @@ from moesaic.ir.types import Affine, Dim, DType, TensorType, symbol
 from moesaic.passes.manager import parse_pipeline
 from moesaic.passes.save_products import SaveProducts
 from moesaic.passes.specialize import Specialize
-from moesaic.runtime import launcher
+from moesaic.runtime import launcher, logs
 from moesaic.runtime.execute import RUNNERS, compiled_kernel
 from moesaic.runtime.explain import TOKENS, Explanation, explain
 from moesaic.runtime.main_grads import added_by_autograd, by_number, program_into
@@ -96,6 +96,7 @@ def compile(
         InputTypeError: `what` is not a declaration.
         UsageError: `passes` names an unknown pass or option.
     """
+    logs.configure()
     if not isinstance(what, Router | Experts | MoE | Module):
         raise InputTypeError(
             f"compile takes a Router, Experts, a MoE or a Module, found {type(what).__name__}; text goes through "

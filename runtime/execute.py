@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 import os
 import struct
 from collections.abc import Callable, Sequence
@@ -23,12 +24,14 @@ from moesaic.codegen.target import Target
 from moesaic.ir.core import Function
 from moesaic.ir.errors import InputError, InternalError
 from moesaic.ir.types import TensorType
-from moesaic.runtime import driver, launcher
+from moesaic.runtime import driver, launcher, reproducer
 from moesaic.runtime.kernels import compiled_kernel, source_of
 from moesaic.runtime.locks import KeyedLocks
 from moesaic.runtime.plan import LaunchPlan
 from moesaic.runtime.program import FEW_TOKENS, Executable, Program
 from moesaic.runtime.reference import TORCH_DTYPES
+
+_log = logging.getLogger("moesaic.launch")
 
 Grid = tuple[int, int, int]
 
@@ -420,13 +423,26 @@ class Runner:
             if key not in self._prepared:
                 self.check_may_compile()
                 _, kind, cotangents, _, bucket, aligned = key
-                executable = program.executable(kind, self.target(device).name, aligned, cotangents, bucket)
-                self._prepared[key] = Prepared(
-                    executable, [self.load(k, device) for k in executable.kernels], self, device
+                target = self.target(device).name
+                with reproducer.kept(str(program.module), program.pipeline(kind), self.again(target)):
+                    executable = program.executable(kind, target, aligned, cotangents, bucket)
+                    loaded = [self.load(k, device) for k in executable.kernels]
+                self._prepared[key] = Prepared(executable, loaded, self, device)
+                _log.info(
+                    "@%s, %s for %s tokens on %s: %s",
+                    program.function.name,
+                    kind,
+                    bucket,
+                    device,
+                    ", ".join(f"{k.symbol} ({k.threads} threads, grid {k.grid})" for k in executable.kernels),
                 )
             return self._prepared[key]
 
     # What a backend supplies.
+
+    def again(self, target: str) -> str:
+        """The command that does once more, given a file with IR, what failed here."""
+        raise NotImplementedError
 
     def target(self, device: torch.device) -> Target:
         raise NotImplementedError
@@ -463,6 +479,9 @@ class CudaRunner(Runner):
         super().__init__()
         self._tables: dict[tuple[str, str, tuple[str, ...], int], Any] = {}
         self._native: set[tuple[Any, tuple[Any, ...]]] = set()
+
+    def again(self, target: str) -> str:
+        return f"moesaic compile --arch {target}"
 
     def table(self, program: Program, kind: str, cotangents: tuple[str, ...]) -> Any:
         key = (program.key, kind, cotangents, self.few_tokens)
@@ -555,6 +574,9 @@ class EmulatedRunner(Runner):
     """Runs the same kernel text on the CPU. Memory is poisoned, and every access is checked against its buffer."""
 
     few_tokens = 24  # the kernels for many tokens have to be seen on small inputs, too
+
+    def again(self, target: str) -> str:
+        return "moesaic run --backend emulate"
 
     order: int | None = None
     """Order of lanes and blocks, see the emulator; tests shuffle it."""

@@ -22,12 +22,13 @@ from moesaic.ir.core import Function, Module
 from moesaic.ir.errors import InputError, InternalError
 from moesaic.passes.choose_saved import ChooseSaved
 from moesaic.passes.differentiate import SUFFIX, Differentiate, derive
-from moesaic.passes.instruments import CrashReproducer, History, SaveTree, VerifyEach, print_by_environment
+from moesaic.passes.instruments import History, LogPasses, SaveTree, VerifyEach, print_by_environment
 from moesaic.passes.lower_aux_loss import lower_losses
-from moesaic.passes.manager import PIPELINES, Instrument, Pass, PassContext, PassManager, parse_pipeline
+from moesaic.passes.manager import PIPELINES, Instrument, Pass, PassContext, PassManager, parse_pipeline, pipeline_text
 from moesaic.passes.save_products import SaveProducts
 from moesaic.passes.specialize import Specialize
 from moesaic.runtime.plan import LaunchPlan, build_plan
+from moesaic.runtime.reproducer import Reproduce
 
 FEW_TOKENS = 4096
 """Up to so many tokens are few; see `Runner`."""
@@ -94,12 +95,17 @@ class Program:
                         pipeline = pipeline.replace(saving, f"{saving}{{kept={','.join(kept)}}}")
                 pipeline = pipeline.removesuffix(",specialize")
                 module = self.module.clone()
-                history = History()
-                instruments = [history, *self._instruments(key)]
+                history, context = History(), PassContext()
+                instruments = [history, LogPasses(context), *self._instruments(key)]
                 passes = [self._chosen(p) for p in parse_pipeline(pipeline)]
-                context = PassManager(passes, instruments).run(module)
+                PassManager(passes, instruments).run(module, context)
                 self._lowered[key] = Lowered(module, context, history.stages)
             return self._lowered[key]
+
+    def pipeline(self, kind: str) -> str:
+        """What lowers ``forward``, else ``training`` and ``backward``, with the options that were given, as text."""
+        passes = parse_pipeline(PIPELINES["forward" if kind == "forward" else "default"])
+        return pipeline_text([self._chosen(p) for p in passes])
 
     def _chosen(self, of_pipeline: Pass) -> Pass:
         """A pass with the options it was given, and what only the pipeline knows."""
@@ -124,8 +130,8 @@ class Program:
         dump, reproducers = environment.DUMP_DIR.get(), environment.REPRODUCER_DIR.get()
         if dump is not None:
             made.append(SaveTree(dump / name))
-        if reproducers is not None:
-            made.append(CrashReproducer(reproducers / f"{name}.moe"))
+        # Asked for, of any failure; else of faults of ours only.
+        made.append(Reproduce(None if reproducers is None else reproducers / f"{name}.moe"))
         return made
 
     def _kept(self) -> tuple[str, ...]:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from moesaic.ir import environment
 from moesaic.ir.errors import InputError, MoesaicError, ToolchainError, UsageError
 from moesaic.passes.instruments import SaveTree
-from moesaic.runtime.commands import console, inputs, lowering, pipeline_options, reporting, reproducer
+from moesaic.runtime import reproducer
+from moesaic.runtime.commands import console, inputs, lowering, pipeline_options, reporting
 from moesaic.runtime.commands.verbs import Verbs
 
 if TYPE_CHECKING:
@@ -41,7 +42,9 @@ def add(verbs: Verbs) -> None:
     )
     parser.add_argument("--emit", choices=KINDS, help="what to print or write (default: resources)")
     parser.add_argument("--kernel", metavar="NAME", help="only this kernel")
-    parser.add_argument("-p", "--pass-pipeline", metavar="PIPELINE", default="default", help="default: %(default)s")
+    parser.add_argument(
+        "-p", "--pass-pipeline", metavar="PIPELINE", help="default: that of a reproducer's first line, else default"
+    )
     parser.add_argument("--dtype", help="of the logits, for a .py router declared without one")
     parser.add_argument("-o", "--output", metavar="DIR|FILE", help="write there; a folder gets a file for each kernel")
     parser.add_argument("--json", action="store_true", help="resources as JSON")
@@ -56,7 +59,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--json goes with resources, not with --emit {arguments.emit}")
     target = Target.parse(arguments.arch) if arguments.arch else Target.default()
     module = inputs.read_module(arguments.file, arguments.dtype)
-    passes = lowering.passes_for(arguments.pass_pipeline, target)
+    pipeline = arguments.pass_pipeline or inputs.stored_pipeline(arguments.file) or "default"
+    passes = lowering.passes_for(pipeline, target)
     instruments = pipeline_options.instruments(arguments, passes)
     output = _folder(arguments)
     # What is compiled goes to MOESAIC_DUMP_DIR anyway.
@@ -71,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
         return error.exit_code
     reporting.show(reporting.remarks(lowered.context, arguments.file))
     kernels = lowering.chosen(lowered.kernels, arguments.kernel)
-    with reproducer.kept(declared, arguments.pass_pipeline, f"moesaic compile --arch {target}"):
+    with reproducer.kept(declared, pipeline, f"moesaic compile --arch {target}"):
         if output is not None:
             _write_everything(output, lowered, kernels)
         if arguments.emit in (None, "resources"):

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from moesaic.ir.errors import InputError, UsageError
-from moesaic.runtime.commands import console, lowering, reproducer, run, show, text
+from moesaic.runtime import reproducer
+from moesaic.runtime.commands import console, lowering, run, show, text
 from moesaic.runtime.commands.verbs import Verbs
 
 if TYPE_CHECKING:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 
 from moesaic.ir.errors import UsageError
-from moesaic.runtime.commands import console, inputs, reproducer
+from moesaic.runtime import reproducer
+from moesaic.runtime.commands import console, inputs
 from moesaic.runtime.commands.verbs import Verbs
 
 _EXAMPLES = """

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from moesaic.ir.diagnostics import Diagnostic, DiagnosticError, Location, Source
 from moesaic.ir.errors import InputError, MoesaicError, UsageError
+from moesaic.passes.instruments import read_reproducer
 
 if TYPE_CHECKING:
     from moesaic.ir.core import Module
@@ -40,6 +41,11 @@ def read_source(file: str) -> Source:
         raise InputError(f"cannot read {file}: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
         raise InputError(f"cannot read {file}: it is not UTF-8 text ({error.reason} at byte {error.start})") from None
+
+
+def stored_pipeline(file: str) -> str | None:
+    """The pipeline on the first line of a reproducer; None of any other file, and of stdin."""
+    return None if file == "-" or is_python(file) else read_reproducer(read_source(file).text)
 
 
 def split(source: Source) -> Iterator[Source]:

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from moesaic.ir.core import Module
 from moesaic.ir.errors import InputError, UsageError, suggestion
-from moesaic.passes.instruments import History
+from moesaic.passes.instruments import History, LogPasses
 from moesaic.passes.manager import Instrument, Pass, PassContext, PassManager, parse_pipeline, pipeline_text
 from moesaic.passes.specialize import Specialize
-from moesaic.runtime.commands import console, reproducer
+from moesaic.runtime import reproducer
+from moesaic.runtime.commands import console
 
 if TYPE_CHECKING:
     from moesaic.codegen.kernel import GeneratedKernel
@@ -65,7 +66,7 @@ def lower(module: Module, passes: Sequence[Pass], instruments: Sequence[Instrume
     if not any(isinstance(i, reproducer.Reproduce) for i in instruments):
         instruments = [reproducer.Reproduce(None), *instruments]
     with reproducer.kept(str(module), pipeline_text(passes), "moesaic compile"):
-        PassManager(passes, [history, *instruments]).run(module, context)
+        PassManager(passes, [history, LogPasses(context), *instruments]).run(module, context)
         kernels = tuple(k for f in module.functions for k in generate_kernels(f))
     if not kernels:
         raise InputError(f"@{module.entry.name} needs no kernel: it computes nothing")

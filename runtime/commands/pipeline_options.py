@@ -12,7 +12,7 @@ from moesaic.ir import environment
 from moesaic.passes.instruments import DiffIR, PrintIR, SaveTree, Timing, VerifyEach, print_by_environment
 from moesaic.passes.manager import Instrument, Pass, pass_class
 from moesaic.runtime.commands import console
-from moesaic.runtime.commands.reproducer import Reproduce
+from moesaic.runtime.reproducer import Reproduce
 
 
 def add(parser: argparse.ArgumentParser) -> None:

@@ -11,7 +11,7 @@ from moesaic.ir.errors import MoesaicError
 from moesaic.passes.manager import PassContext
 from moesaic.runtime.commands import console
 from moesaic.runtime.commands.expectations import Message
-from moesaic.runtime.commands.reproducer import path_of
+from moesaic.runtime.reproducer import path_of
 
 _COLORS = {"error": "red", "warning": "yellow", "remark": "cyan"}
 

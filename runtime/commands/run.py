@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from moesaic.ir import environment
 from moesaic.ir.errors import InputError, ToolchainError, UsageError
-from moesaic.runtime.commands import console, inputs, reproducer
+from moesaic.runtime import reproducer
+from moesaic.runtime.commands import console, inputs
 from moesaic.runtime.commands.verbs import Verbs
 
 if TYPE_CHECKING:

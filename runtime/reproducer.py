@@ -85,7 +85,7 @@ class Reproduce(CrashReproducer):
 def kept(text: str, pipeline: str, again: str) -> Iterator[None]:
     """Writes IR and its pipeline as a reproducer if what is done inside fails by a fault of ours.
 
-    `again` is the command that does it once more, given the file.
+    `again` is the command that does it once more, given the file; what is already told by a reproducer is left alone.
     """
     try:
         yield
