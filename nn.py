@@ -152,9 +152,18 @@ class MoELayer(torch.nn.Module):
 
 
 class LoadTracker:
-    """Counts and losses of all `MoELayer` of a model, added up on their devices until they are asked for or reset.
+    """Counts and losses of all `MoELayer` of a model, added up on their devices from one `reset` to the next.
 
-    A forward pass that activation checkpointing repeats in backward is counted once. Layers have to put out ``counts``.
+    Such a window may be a step of several micro-batches, or many steps. It holds passes in training mode: those in eval
+    mode count nothing, and one that activation checkpointing repeats in backward is counted once. Sums stay where they
+    are in memory, so that passes under torch.compile and in a replayed CUDA graph count too. Layers have to put out
+    ``counts``.
+
+    Attributes:
+        layers: the layers by their names in the model.
+        counts: int64 [E] of each layer, the picks of its experts.
+        losses: of each layer the sum of each of its losses, float32 scalars.
+        passes: of each layer how many passes these are sums of, an int64 scalar.
 
     Args:
         model: whose layers are watched, from now until `close`.
@@ -172,17 +181,30 @@ class LoadTracker:
                 raise InputError(f"layer {name!r} does not put out counts; add them to the outputs of its MoE")
         self.counts: dict[str, torch.Tensor] = {}
         self.losses: dict[str, dict[str, torch.Tensor]] = {}
+        self.passes: dict[str, torch.Tensor] = {}
+        for name, layer in self.layers.items():
+            self._begin(name, layer.gate_weight.device)
         self._hooks = [m.register_forward_hook(self._hook(name)) for name, m in self.layers.items()]
+
+    def _begin(self, name: str, device: torch.device) -> None:
+        moe = self.layers[name].moe
+        self.counts[name] = torch.zeros(moe.router.num_experts, dtype=torch.int64, device=device)
+        self.losses[name] = {loss: torch.zeros((), device=device) for loss in moe.losses}
+        self.passes[name] = torch.zeros((), dtype=torch.int64, device=device)
 
     def _hook(self, name: str) -> Callable[[torch.nn.Module, Any, Any], None]:
         def add(module: torch.nn.Module, inputs: Any, result: Any) -> None:
-            if torch._C._current_graph_task_id() != -1:  # a forward pass within backward: repeated
+            if not module.training:
                 return
-            counts = result.counts.detach().long()
-            self.counts[name] = self.counts[name] + counts if name in self.counts else counts
-            losses = self.losses.setdefault(name, {})
-            for loss, value in getattr(result, "losses", {}).items():
-                losses[loss] = losses[loss] + value.detach() if loss in losses else value.detach()
+            # A forward pass within backward is a repeated one. What torch.compile repeats, it does not trace again.
+            if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
+                return
+            if self.counts[name].device != result.counts.device:  # the model has moved: another window
+                self._begin(name, result.counts.device)
+            self.counts[name].add_(result.counts.detach())
+            self.passes[name].add_(1)
+            for loss, total in self.losses[name].items():
+                total.add_(result.losses[loss].detach())
 
         return add
 
@@ -190,21 +212,40 @@ class LoadTracker:
         """For each layer what ``moesaic.load_metrics`` says of its counts, as tensors: nothing is synchronised."""
         return {name: load_metrics(counts) for name, counts in self.counts.items()}
 
+    def fractions(self) -> dict[str, torch.Tensor]:
+        """For each layer the share of the window's picks that each expert has, float32 [E]; zeros without any.
+
+        A balance loss over the window is ``E * (fractions * mean_scores).sum()``, with the mean scores of one
+        micro-batch: it does not matter how its tokens are spread over micro-batches.
+        """
+        return {name: counts / counts.sum().clamp(min=1) for name, counts in self.counts.items()}
+
     @torch.no_grad()
-    def update_biases(self, rate: float) -> None:
-        """Moves the selection bias of every layer that has one by the sign rule, and forgets the counts.
+    def update_biases(self, rate: float, *, group: torch.distributed.ProcessGroup | None = None) -> None:
+        """Moves the selection bias of every layer that has one by the sign rule, and begins a new window.
 
         See ``moesaic.update_bias``.
+
+        Args:
+            rate: how far a bias moves.
+            group: of processes whose counts are added up before, as where each has a part of the tokens; all of them
+                have to call this. ``None``: those of this process alone.
         """
-        biased = {n: m.bias for n, m in self.layers.items() if "bias" in m._state and n in self.counts}
+        biased = [n for n, m in self.layers.items() if "bias" in m._state]
         if biased:
-            update_bias(list(biased.values()), [self.counts[n] for n in biased], rate)  # type: ignore[arg-type]
+            loads = [self.counts[n] for n in biased]
+            if group is not None:
+                total = torch.cat(loads)
+                torch.distributed.all_reduce(total, group=group)
+                loads = list(total.split([len(c) for c in loads]))
+            update_bias([self.layers[n].bias for n in biased], loads, rate)  # type: ignore[misc]
         self.reset()
 
     def reset(self) -> None:
-        """Begins anew."""
-        self.counts = {}
-        self.losses = {}
+        """Begins a new window."""
+        for name in self.layers:
+            for total in (self.counts[name], self.passes[name], *self.losses[name].values()):
+                total.zero_()
 
     def close(self) -> None:
         """Stops watching."""

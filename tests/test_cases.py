@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -219,6 +221,7 @@ def test_gradients_of_two_outputs_add_up(backend: str) -> None:
 
 _PRINT_SOURCES = """
 import sys
+from pathlib import Path
 import moesaic as mo
 from moesaic.runtime.program import program_of
 routers = [
@@ -322,3 +325,22 @@ def test_comparisons_see_zeros_and_refuse_to_expect_them() -> None:
         assert_close("values", torch.tensor([1.0, -INF]), torch.tensor([1.0, INF]), 1e-3)
     with pytest.raises(AssertionError, match="shape"):
         assert_close("values", torch.ones(1), torch.ones(2), 1e-3)
+
+
+# The table of cases ---------------------------------------------------------------------------------------------------
+
+TESTS = Path(__file__).resolve().parent
+
+
+def test_the_table_of_cases_names_tests_that_exist() -> None:
+    """A row for each case, in order; each names tests, or says what the case waits for."""
+    rows = re.findall(r"^\| (\d+) \| [^|]+ \| ([^|]+) \|$", (TESTS / "README.md").read_text(encoding="utf-8"), re.M)
+    assert [int(number) for number, _ in rows] == list(range(1, 65))
+    for number, cell in rows:
+        named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", cell)
+        assert cell.count("::") == len(named), f"case {number}: {cell}"
+        if not named:
+            assert cell.startswith("waits"), f"case {number} names no test: {cell}"
+        for file, test in named:
+            text = (TESTS / file).read_text(encoding="utf-8") if (TESTS / file).is_file() else ""
+            assert re.search(rf"^def {test}\(", text, re.M), f"case {number}: {file} has no {test}"
