@@ -1,4 +1,4 @@
-"""The benchmark of experts without a GPU: floors, checks, and the way of a run on the emulator, with a false clock."""
+"""Benchmarks of experts and of models without a GPU: floors, checks, and the way of a run, with a false clock."""
 
 from __future__ import annotations
 
@@ -348,3 +348,100 @@ def test_resources(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     assert all("LOCAL MEMORY" in line and line.split()[-4:-2] == ["2", "1"] for line in lines[2:-1])
     spilled[0] = 0
     assert experts.main(["--resources", "--cases", "mixtral"]) == 0
+
+
+# Models ---------------------------------------------------------------------------------------------------------------
+
+
+class InTurn(Counting):
+    """The same for calls that a GPU would capture, or not."""
+
+    captured: list[bool]
+
+    def __init__(self, call: Callable[[int], Any], graph: bool, shared: Any) -> None:
+        super().__init__(call, 2, shared)
+        InTurn.captured.append(graph)
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Callable[..., Any]:
+    """Runs sections of a tiny model on the CPU; gives the bench, and what was written of it."""
+    pytest.importorskip("transformers")
+    import models
+    from timing import Machine
+
+    def run(*arguments: str) -> Any:
+        args = models.parse_arguments(
+            [*arguments, "--shape", "tiny", "--batch", "2", "--length", "13", "--served", "1,5", "--budget", "0"]
+        )
+        Counting.made, InTurn.captured = 0, []
+        made = models.Bench(args, device="cpu", timers=InTurn, shared=lambda: None, compiler="eager")
+        made.run()
+        args.out = str(tmp_path / "numbers.json")
+        models.write_json(args, Machine(), made)
+        return made, json.loads((tmp_path / "numbers.json").read_text())
+
+    return run
+
+
+def test_a_layer_and_a_model(models: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
+    """Every part with every implementation that is asked for; of what is around experts, one timing for all."""
+    names = ("eager", "grouped_mm", "moesaic")
+    bench, written = models("--only", ",".join(names))
+    printed = capsys.readouterr().out
+    assert bench.wrong == 0, printed
+    training, *serving = bench.rows
+    assert set(training.cells) == {(p, n) for p in ("experts", "rest", "layer", "model") for n in names}
+    # The false clock: 1, 2, 3 us for experts, 4 for the rest, 5, 6, 7 for the layer, 8, 9, 10 for the model.
+    assert [training.us("model", n) for n in names] == [8, 9, 10] and training.us("rest", "moesaic") == 4
+    assert training.amdahl("layer", "grouped_mm", "moesaic") == (6 / (6 + 1), 6 / 7)
+    assert training.amdahl("model", "grouped_mm", "moesaic") == (9 / (9 + 2 * 1), 9 / 10)
+    assert training.gain("layer") == 5 / 7 and f"{26 / 7 * 1e6:,.0f}" in printed
+    assert [row.tokens for row in serving] == [1, 5] and all(len(row.cells) == 6 for row in serving)
+    assert InTurn.captured == [False] * 10 + [False, True, True] * 4  # the loop of eager cannot be captured
+    assert [row["tokens"] for row in written["rows"]] == [26, 1, 5]
+
+
+def test_a_compiled_layer(models: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
+    bench, written = models("--training", "--only", "moesaic+compile")
+    assert bench.wrong == 0, capsys.readouterr().out
+    assert {part for part, _ in bench.rows[0].cells} == {"experts", "rest", "layer", "model"}
+    assert all(cell["us"] > 0 for cell in written["rows"][0]["cells"].values())
+
+
+@pytest.mark.parametrize("section", ["--training", "--serving"])
+def test_wrong_experts_of_a_model_are_not_timed(
+    section: str, models: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import models as benchmark
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    register = benchmark.mo.hf.register
+
+    def registered() -> None:
+        register()
+        right = ALL_EXPERTS_FUNCTIONS["moesaic"]
+        ALL_EXPERTS_FUNCTIONS.register("moesaic", lambda *given: 1.1 * right(*given))
+
+    monkeypatch.setattr(benchmark.mo.hf, "register", registered)
+    bench, _ = models(section, "--only", "grouped_mm,moesaic")
+    register()
+    assert bench.wrong
+    for row in bench.rows:
+        assert row.us("experts", "grouped_mm") and row.us("experts", "moesaic") is None
+        cell = row.cells["experts", "moesaic"]
+        assert cell.startswith("WRONG: result is off by 0." if section == "--training" else "ERROR: WrongResult: off")
+
+
+def test_calls_between_events_on_a_false_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    import models
+
+    gpu = FalseGpu()
+    monkeypatch.setattr(models, "torch", SimpleNamespace(cuda=gpu))
+
+    def call(i: int) -> None:
+        gpu.us += 250
+
+    timer = models.EventTimer(call)
+    assert timer.replay_ms == 0.25 and timer.burst(1.0) == [250.0] * 4
