@@ -102,6 +102,19 @@ class MoELayer(torch.nn.Module):
                 return self._compiled(x, **own, **inputs, main_grads=mains)
         return self._compiled(x, **own, **inputs)
 
+    def warmup(self, *, backward: bool = True, token_mask: bool = False) -> None:
+        """Prepares everything a call needs, whatever the number of tokens, for parameters where and as they are.
+
+        Call it before a CUDA graph is captured.
+
+        Args:
+            backward: also prepare backward, with a cotangent for every float result. Where some of them have none, run
+                one step as it will be captured instead.
+            token_mask: prepare calls with a token mask instead of calls without.
+        """
+        weight = self.gate_weight
+        self._compiled.warmup(weight.device, dtype=weight.dtype, backward=backward, token_mask=token_mask)
+
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         # To another device they go, to another type they do not.
         kept = {n: getattr(self, n).detach().clone() for n in self._state if not getattr(self, n).is_meta}

@@ -116,7 +116,7 @@ class Rows(Op):
         return [TensorType((), DType.F32)]
 
     def reference(self, xp: ArrayNamespace, *operands: Array) -> Array:
-        return xp.constant(float(xp.shape(operands[0])[0]), operands[0])
+        return xp.constant(1.0 * xp.shape(operands[0])[0], operands[0])  # float() would make torch.compile fix it
 
 
 class Spread(Op):
