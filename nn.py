@@ -113,7 +113,10 @@ class MoELayer(torch.nn.Module):
             token_mask: prepare calls with a token mask instead of calls without.
         """
         weight = self.gate_weight
-        self._compiled.warmup(weight.device, dtype=weight.dtype, backward=backward, token_mask=token_mask)
+        frozen = [n for n in self.moe.parameters if not getattr(self, n).requires_grad and getattr(self, n).dim() > 1]
+        self._compiled.warmup(
+            weight.device, dtype=weight.dtype, backward=backward, token_mask=token_mask, frozen=frozen
+        )
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         # To another device they go, to another type they do not.

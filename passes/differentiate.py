@@ -6,7 +6,8 @@ over tokens are handed over from the start, since a row cannot wait for what all
 reaches (a selection bias, say) has no ``d_`` result: its gradient is structurally zero.
 
 The gradient of an input named in ``into`` is added to an input ``main_<name>`` of float32 instead, without being
-rounded before. The sum is a result of that name, and is written into the input.
+rounded before. The sum is a result of that name, and is written into the input. That of an input named in ``without``
+nobody asks for, and nothing is computed for it alone.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class Differentiate(Pass):
     Options:
         cotangents: names of the results that have a cotangent; empty for every float result.
         into: inputs whose gradient is added to a sum that exists.
+        without: inputs that get no gradient.
     """
 
     name: ClassVar[str] = "differentiate"
@@ -40,12 +42,13 @@ class Differentiate(Pass):
 
     cotangents: tuple[str, ...] = ()
     into: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
 
     def run(self, module: Module, context: PassContext) -> bool:
         forward = module.entry
         if module.has_function(forward.name + SUFFIX):
             return False
-        backward = derive(forward, self.cotangents, self.into)
+        backward = derive(forward, self.cotangents, self.into, self.without)
         if backward is None:
             context.remarks.append("differentiate: no gradient reaches an input; there is no backward function")
             return False
@@ -58,13 +61,15 @@ class Differentiate(Pass):
         return True
 
 
-def derive(forward: Function, cotangents: tuple[str, ...] = (), into: tuple[str, ...] = ()) -> Function | None:
+def derive(
+    forward: Function, cotangents: tuple[str, ...] = (), into: tuple[str, ...] = (), without: tuple[str, ...] = ()
+) -> Function | None:
     """The backward function, or ``None`` if no gradient reaches any input.
 
     It takes the sums over tokens that it needs by the names of the results of `forward`, or by ``saved_<name>``.
 
     Raises:
-        InputError: a name in `cotangents` is not a float result, or one in `into` no float input.
+        InputError: a name in `cotangents` is not a float result, or one in `into` or `without` no float input.
     """
     block = Block()
     copies: dict[Value, Value] = {a: block.add_argument(a.type, a.name) for a in forward.arguments}
@@ -90,7 +95,7 @@ def derive(forward: Function, cotangents: tuple[str, ...] = (), into: tuple[str,
             _accumulate(flowing, copies[value], argument)
 
     inputs = [a.name for a in forward.arguments if a.type.dtype.is_float]
-    for name in into:
+    for name in (*into, *without):
         if name not in inputs:
             raise InputError(f"differentiate: {name!r} is not a float input of @{forward.name}; these are: {inputs}")
 
@@ -111,7 +116,7 @@ def derive(forward: Function, cotangents: tuple[str, ...] = (), into: tuple[str,
     returned: list[Value] = []
     for argument in block.arguments[: len(forward.arguments)]:
         total = flowing.get(argument)
-        if total is None:
+        if total is None or argument.name in without:
             continue
         if total.type.shape != argument.type.shape:
             total = create_one("math.broadcast", total, argument, block=block)

@@ -28,10 +28,10 @@ from moesaic.passes.specialize import Specialize
 from moesaic.runtime import launcher, logs
 from moesaic.runtime.execute import RUNNERS, compiled_kernel
 from moesaic.runtime.explain import TOKENS, Explanation, explain
-from moesaic.runtime.main_grads import added_by_autograd, by_number, program_into
+from moesaic.runtime.main_grads import added_by_autograd, by_number
 from moesaic.runtime.measure import can_measure, kernel_times, measured_card
 from moesaic.runtime.memory import Memory, memory_of
-from moesaic.runtime.program import Executable, Program, program_by_key, program_of
+from moesaic.runtime.program import Executable, Program, program_by_key, program_of, with_gradients
 from moesaic.runtime.reference import TORCH_DTYPES, evaluate
 from moesaic.runtime.torch_ops import record
 
@@ -144,6 +144,7 @@ class Input(NamedTuple):
         columns: its shape, without the axis of tokens.
         dtype: what it has to be.
         type_name: the same, as users write it.
+        is_matrix: whether it is a weight of products.
     """
 
     name: str
@@ -152,13 +153,16 @@ class Input(NamedTuple):
     columns: tuple[int, ...]
     dtype: torch.dtype
     type_name: str
+    is_matrix: bool
 
     @classmethod
     def of(cls, name: str, declared: TensorType) -> Input:
         kinds = {"T": "rows", "N": "sequences", "M": "slots"}
         kind = kinds.get(declared.leading, "vector" if declared.rank else "number")
         columns = tuple(d for d in declared.shape if isinstance(d, int))
-        return cls(name, str(declared), kind, columns, TORCH_DTYPES[declared.dtype], declared.dtype.public_name)
+        matrix = declared.rank > 1 and isinstance(declared.shape[0], int)
+        dtype = declared.dtype
+        return cls(name, str(declared), kind, columns, TORCH_DTYPES[dtype], dtype.public_name, matrix)
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,13 +199,14 @@ def signature_of(handle: str) -> Signature:
             raise InputError(
                 f"the first input of @{function.name} must be rows [T, E] with a constant E, found {first}"
             )
+        inputs = tuple(Input.of(a.name, a.type) for a in function.arguments)
         found = _signatures[handle] = Signature(
             program=program,
-            inputs=tuple(Input.of(a.name, a.type) for a in function.arguments),
+            inputs=inputs,
             columns=columns,
             has_rows=tuple(t.leading == "T" for t in function.result_types),
             segments=_segments(function),
-            matrices=tuple(a.name for a in function.arguments if a.type.rank > 1 and isinstance(a.type.shape[0], int)),
+            matrices=tuple(i.name for i in inputs if i.is_matrix),
             sequences=next((a.name for a in function.arguments if _is_only_a_number_of_sequences(a.type)), ""),
         )
     return found
@@ -249,6 +254,28 @@ def resolve_backend(asked: str, device: str, dtype: torch.dtype) -> str:
     if backend != "reference" and dtype == torch.float64:
         raise InputError(f"float64 logits run on backend 'reference' only, not on {backend!r}")
     return backend
+
+
+def _asked(
+    handle: str, passes: str, tensors: Sequence[torch.Tensor], mains: Mapping[int, torch.Tensor] | None = None
+) -> str:
+    """The handle of the same function with a backward for the matrices that take a gradient: the product that makes one
+    costs as much as the layer's own. Those in `mains`, by number, have a sum that theirs is added to."""
+    signature = signature_of(handle)
+    if not signature.matrices:
+        return handle
+    names = [(n, i.name, tensors[n].requires_grad) for n, i in enumerate(signature.inputs) if i.is_matrix]
+    into = [name for number, name, asked in names if asked and mains and number in mains]
+    without = [name for _, name, asked in names if not asked]
+    return _with_gradients(handle, passes, ",".join(into), ",".join(without)) if into or without else handle
+
+
+@torch.compiler.assume_constant_result
+def _with_gradients(handle: str, passes: str, into: str, without: str) -> str:
+    """`with_gradients`, from plain constants."""
+    return with_gradients(
+        handle, passes, tuple(into.split(",")) if into else (), tuple(without.split(",")) if without else ()
+    )
 
 
 class CompiledLayer:
@@ -332,6 +359,7 @@ class CompiledLayer:
                         return self._named(result) if self._losses else result
                     handle = (self._masked_handles if "token_mask" in inputs else self._handles)[self._last]
                     if has_backward(handle):  # inputs, to be recorded by autograd
+                        handle = _asked(handle, self._passes, result)
                         outputs = record(handle, self._native_backend, result)
                         return self._named(outputs[: len(self._flat_type._fields)])
         if not args and "logits" in inputs:
@@ -351,8 +379,8 @@ class CompiledLayer:
         if handle is None:
             handle = self._other_dtype(logits.dtype)
         main_grads = inputs.pop("main_grads", None)
-        if main_grads:
-            handle = self._into(handle, main_grads, inputs)
+        if main_grads and _is_compiling():
+            raise InputError("main_grads are written in place, outside of what torch.compile may see; call eagerly")
         signature = signature_of(handle)
         backend = resolve_backend(self._asked, logits.device.type, logits.dtype)
         tensors = _bind(signature, logits, inputs)
@@ -361,6 +389,8 @@ class CompiledLayer:
             mains = by_number([i.name for i in signature.inputs], tensors, signature.matrices, main_grads)
         recorded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         training = recorded and backend != "reference" and has_backward(handle)
+        if training:
+            handle = _asked(handle, self._passes, tensors, mains)
         self._ran = backend
         if backend == "reference":
             outputs = _evaluate(handle, added_by_autograd(tensors, mains) if mains else tensors)
@@ -390,15 +420,6 @@ class CompiledLayer:
                 for o, rows in zip(outputs, signature.has_rows, strict=False)
             ]
         return self._named(results)
-
-    def _into(self, handle: str, main_grads: object, inputs: Mapping[str, Any]) -> str:
-        """The handle of the same function with a backward that adds gradients that are asked for to sums."""
-        if torch.compiler.is_compiling():
-            raise InputError("main_grads are written in place, outside of what torch.compile may see; call eagerly")
-        known = signature_of(handle).matrices if isinstance(main_grads, Mapping) else ()
-        asked = (n for n in known if n in main_grads and getattr(inputs.get(n), "requires_grad", False))
-        names = tuple(asked)
-        return program_into(handle, self._passes, names) if names else handle
 
     def _named(self, results: Sequence[torch.Tensor]) -> Any:
         """The results of the function as the call's: outputs by name, then losses as a mapping."""
@@ -439,6 +460,7 @@ class CompiledLayer:
         dtype: torch.dtype | str | None = None,
         backward: bool = True,
         token_mask: bool = False,
+        frozen: Sequence[str] = (),
     ) -> None:
         """Lowers, compiles and loads everything a call needs, for contiguous inputs on a device, whatever T.
 
@@ -449,8 +471,18 @@ class CompiledLayer:
             dtype: of the logits; needed if the layer was declared without one.
             backward: also prepare the backward functions: with a cotangent for every float result, and for each alone.
             token_mask: prepare calls with a token mask, which run other kernels, instead of calls without.
+            frozen: matrices that take no gradient.
+
+        Raises:
+            InputError: the layer has no matrix of such a name.
         """
         program = self._program(DType.parse(dtype) if dtype is not None else None, masked=token_mask)
+        matrices = signature_of(program.key).matrices
+        for name in frozen:
+            check_choice("frozen", name, matrices)
+        if frozen:
+            asked = tuple(name for name in matrices if name in frozen)
+            program = program_by_key(with_gradients(program.key, self._passes, (), asked))
         logits_dtype = TORCH_DTYPES[program.function.arguments[0].type.dtype]
         runner = RUNNERS.get(resolve_backend(self._asked, torch.device(device).type, logits_dtype))
         if runner is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import namedtuple
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -109,6 +110,7 @@ class CompiledExperts(PerCall):
         indices_dtype: str = "int32",
         weights_dtype: str = "fp32",
         backward: bool = True,
+        frozen: Sequence[str] = (),
     ) -> None:
         """Lowers, compiles and loads everything a call needs, for contiguous inputs on a device, whatever T.
 
@@ -120,9 +122,10 @@ class CompiledExperts(PerCall):
             dtype: of x; needed if they were declared without one.
             indices_dtype, weights_dtype: of the picks and of their weights.
             backward: also prepare the backward function.
+            frozen: matrices that take no gradient.
         """
         self._used = self.layer(top_k, dtype=dtype, indices_dtype=indices_dtype, weights_dtype=weights_dtype)
-        self._used.warmup(device, backward=backward)
+        self._used.warmup(device, backward=backward, frozen=frozen)
 
     def layer(
         self,

@@ -6,23 +6,12 @@ first and read again for the sum; the kernel that makes it can add it itself.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from moesaic.ir.errors import InputError, InputTypeError, suggestion
-from moesaic.runtime.program import program_by_key, program_of
-
-
-@functools.cache
-def program_into(handle: str, passes: str, names: tuple[str, ...]) -> str:
-    """The handle of the same function's program whose backward adds the gradients of these inputs to sums."""
-    chosen = [passes] if passes else []
-    return program_of(
-        program_by_key(handle).module, ",".join([*chosen, f"differentiate{{into={','.join(names)}}}"])
-    ).key
 
 
 def by_number(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import namedtuple
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -96,6 +97,7 @@ class CompiledMoE(PerCall):
         dtype: torch.dtype | str | None = None,
         backward: bool = True,
         token_mask: bool = False,
+        frozen: Sequence[str] = (),
     ) -> None:
         """Lowers, compiles and loads everything a call needs, for contiguous inputs on a device, whatever T.
 
@@ -106,9 +108,10 @@ class CompiledMoE(PerCall):
             dtype: of x; needed if the layer was declared without one.
             backward: also prepare the backward functions.
             token_mask: prepare calls with a token mask instead of calls without.
+            frozen: matrices that take no gradient.
         """
         self._used = self.layer(dtype=dtype, token_mask=token_mask)
-        self._used.warmup(device, backward=backward)
+        self._used.warmup(device, backward=backward, frozen=frozen)
 
     def layer(self, *, dtype: torch.dtype | str | None = None, token_mask: bool = False) -> compiling.CompiledLayer:
         """What calls with such inputs run: a layer that can be looked into.

@@ -152,13 +152,16 @@ class Program:
         """Inputs that the given cotangents reach in the function as declared.
 
         Simplifying may cut one off (a normalisation over one pick is a constant): its gradient is zero, not missing.
+        Those that get none by the options of ``differentiate`` are not among them.
         """
         if cotangents not in self._differentiable:
             summed = self.function.clone()
             lower_losses(summed.body)
             declared = derive(summed, cotangents) if cotangents else None
             names = declared.result_names if declared is not None else []
-            self._differentiable[cotangents] = frozenset(n.removeprefix("d_") for n in names)
+            chosen = self._overrides.get(Differentiate.name, Differentiate())
+            assert isinstance(chosen, Differentiate)
+            self._differentiable[cotangents] = frozenset(n.removeprefix("d_") for n in names) - {*chosen.without}
         return self._differentiable[cotangents]
 
     def forward_function(self, *, training: bool) -> Function:
@@ -247,3 +250,16 @@ def program_by_key(key: str) -> Program:
             f"no compiled layer has the handle {key!r} in this process; a graph of another process finds its layer "
             "once an equal one is made here by the same version: call moesaic.compile(...) on the declaration first"
         ) from None
+
+
+@functools.cache
+def with_gradients(key: str, passes: str, into: tuple[str, ...], without: tuple[str, ...]) -> str:
+    """The handle of a program of the same function whose backward adds the gradients of the inputs `into` to sums of
+    the caller's, and makes none of those `without`; `passes` are the first program's.
+
+    A matrix whose bias takes a gradient keeps its own: the bias's is a sum of rows beside it.
+    """
+    module = program_by_key(key).module
+    biases = {a.name for a in module.entry.arguments} - {*without}
+    changed = Differentiate(into=into, without=tuple(n for n in without if f"{n}_bias" not in biases))
+    return program_of(module, ",".join([*([passes] if passes else []), str(changed)])).key

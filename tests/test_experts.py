@@ -22,7 +22,10 @@ from routing import COMPILED, device_of
 import moesaic as mo
 from moesaic.codegen.target import Target
 from moesaic.ir.errors import InputError, InputTypeError, UnsupportedError
+from moesaic.ir.types import DType
+from moesaic.runtime.execute import RUNNERS
 from moesaic.runtime.kernels import compiled_kernel
+from moesaic.runtime.program import program_by_key, program_of, with_gradients
 
 
 @pytest.mark.parametrize("backend", COMPILED)
@@ -293,6 +296,79 @@ def test_a_frozen_matrix_adds_nothing_to_its_main_grad(backend: str) -> None:
     mo.compile(experts, backend=backend)(**inputs, main_grads=mains).square().sum().backward()
     assert mains["gate_up_proj"].any() and not mains["down_proj"].any()
     assert inputs["gate_up_proj"].grad is None and inputs["x"].grad is not None
+
+
+FROZEN = [
+    ("down_proj", "down_proj_bias"),
+    ("gate_up_proj", "gate_up_proj_bias"),
+    ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"),
+    ("gate_up_proj_bias",),
+    ("down_proj",),  # with a bias that trains, and has its gradient beside this one's
+]
+
+
+@pytest.mark.parametrize("frozen", FROZEN, ids="+".join)
+@pytest.mark.parametrize("kept", [None, "h"])
+def test_nothing_is_launched_for_a_frozen_matrix(kept: str | None, frozen: tuple[str, ...]) -> None:
+    """Of the products that make gradients of matrices, and of biases beside them, those that are asked for are left."""
+    module = KINDS["bias"].module(DType.F32, TOP_K)
+    passes = "" if kept is None else f"save-products{{recompute={kept}}}"
+    whole = program_of(module, passes)
+    part = program_by_key(with_gradients(whole.key, passes, (), frozen))
+    products = {}
+    for name, program in (("whole", whole), ("part", part)):
+        function = program.backward_function(program.float_results)
+        assert function is not None
+        text = program.lower("training").stages["fuse-experts"].split("moe.func")[-1]
+        products[name] = {op: text.count(f"= kernel.{op}") for op in ("wgrad", "product")}
+        wanted = {f"d_{a.name}" for a in program.function.arguments if a.type.dtype.is_float}
+        left_out = {f"d_{n}" for n in frozen if name == "part" and (n.endswith("_bias") or f"{n}_bias" in frozen)}
+        assert {*function.result_names} == wanted - left_out
+    assert products["whole"]["wgrad"] == 2
+    assert products["part"]["wgrad"] == 2 - sum(f"{name}_bias" in frozen for name in frozen)
+    assert products["part"]["product"] == products["whole"]["product"]
+
+
+@pytest.mark.parametrize("backend", ["reference", *COMPILED])
+def test_gradients_only_where_asked(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are those of a call that asks for all, and what is not asked for is not made: by plain calls, by the
+    operator under torch.compile, and beside sums of the caller's."""
+    experts, device = KINDS["swiglu"], device_of(backend)
+    inputs = {n: t.to(device) for n, t in tensors_for(experts, 13, TOP_K, torch.float32).items()}
+    sent = cotangent_for(13, experts.hidden, torch.float32).to(device)
+    layer = mo.compile(experts, backend=backend)
+    made: list[tuple[str, ...]] = []
+    if backend != "reference":
+        runner = RUNNERS[backend]
+        launch = runner.run
+
+        def watching(program: Any, kind: str, cotangents: tuple[str, ...], tensors: Any) -> Any:
+            if kind == "backward":
+                made.append(tuple(program.backward_function(cotangents).result_names))
+            return launch(program, kind, cotangents, tensors)
+
+        monkeypatch.setattr(runner, "run", watching)
+
+    def gradients(call: Callable[..., Any], *asked: str, **options: Any) -> dict[str, torch.Tensor]:
+        given = {n: t.detach().requires_grad_(n in asked) for n, t in inputs.items()}
+        call(**given, **options).backward(sent)
+        return {n: t.grad for n, t in given.items() if t.grad is not None}
+
+    wanted = gradients(layer, "x", "weights", "gate_up_proj", "down_proj")
+    assert len(wanted) == 4
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    for call in (layer, compiled):
+        found = gradients(call, "x", "down_proj")
+        assert found.keys() == {"x", "down_proj"}
+        assert all(torch.allclose(found[n], wanted[n], rtol=1e-5, atol=1e-5) for n in found)
+    main = torch.ones_like(wanted["down_proj"])
+    assert gradients(layer, "x", "down_proj", main_grads={"down_proj": main}).keys() == {"x"}
+    torch.testing.assert_close(main - 1, wanted["down_proj"], rtol=1e-4, atol=1e-5)
+    if backend != "reference":
+        every = ("d_x", "d_weights", "d_gate_up_proj", "d_down_proj")
+        few = ("d_x", "d_weights", "d_down_proj")
+        assert made == [every, few, few, ("d_x", "d_weights", "main_down_proj")]
 
 
 def test_main_grads_that_do_not_fit_are_refused() -> None:
