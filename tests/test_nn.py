@@ -5,34 +5,24 @@ from __future__ import annotations
 import copy
 import importlib
 import importlib.util
-import os
 import pickle
 import socket
 from dataclasses import replace
 from typing import Any
 
+import parallel_layers
 import pytest
 import torch
+from parallel_layers import BIASED, INNER, E, H, K, layer_of, rows
+from routing import device_of
 from torch.utils.checkpoint import checkpoint
 
 import moesaic as mo
 from moesaic.ir.errors import InputError
 
-E, H, INNER, K = 5, 24, 16, 3
-ROUTER = mo.Router(E, K, score="sigmoid", selection_bias=True, renormalize=True, losses={"z": mo.ZLoss(coef=0.01)})
-BIASED = mo.MoE(ROUTER, mo.Experts(E, H, INNER), shared=mo.SharedExpert(20, gate=True))
 LEARNED = mo.MoE(
     mo.Router(E, K, gate_bias=True, expert_scale=True, router_scale=True), mo.Experts(E, H, INNER, bias=True)
 )
-
-
-def rows(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, H, generator=torch.Generator().manual_seed(seed))
-
-
-def layer_of(moe: mo.MoE, **options: Any) -> Any:
-    torch.manual_seed(1)
-    return mo.nn.MoELayer(moe, std=0.3, **options)
 
 
 def test_parameters_have_the_names_of_inputs() -> None:
@@ -164,21 +154,131 @@ def test_in_one_graph(backend: str) -> None:
             torch.testing.assert_close(parameter.grad, wanted[name], rtol=1e-4, atol=1e-4, msg=name)
 
 
+class LowRank(torch.nn.Module):
+    """W + B A of each expert, for ``torch.nn.utils.parametrize``."""
+
+    def __init__(self, weight: torch.Tensor, rank: int) -> None:
+        super().__init__()
+        experts, outer, inner = weight.shape
+        self.a = torch.nn.Parameter(0.1 * rows(experts, rank)[..., :inner])
+        self.b = torch.nn.Parameter(torch.zeros(experts, outer, rank))
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight + self.b @ self.a
+
+
 def test_gradients_only_where_asked() -> None:
-    """Frozen experts, with an adapter on the result of one of their products' inputs: a router that trains alone."""
-    layer = layer_of(BIASED)
+    """Frozen experts under a router that trains, and then with an adapter on one of their matrices."""
+    layer, whole = layer_of(BIASED), layer_of(BIASED)
+    whole(rows(7)).hidden.square().sum().backward()
     for name in ("gate_up_proj", "down_proj"):
         getattr(layer, name).requires_grad_(False)
     x = rows(7).requires_grad_()
     layer(x).hidden.square().sum().backward()
-    assert layer.gate_up_proj.grad is None and layer.down_proj.grad is None
-    assert layer.gate_weight.grad.any() and layer.shared_gate.grad.any() and x.grad is not None and x.grad.any()
+    assert layer.gate_up_proj.grad is None and layer.down_proj.grad is None and x.grad is not None and x.grad.any()
+    for name in ("gate_weight", "shared_gate", "shared_down_proj"):
+        torch.testing.assert_close(getattr(layer, name).grad, getattr(whole, name).grad)
 
-    low_rank = [torch.zeros(E, 2 * INNER, 2).requires_grad_(), rows(E, 2).requires_grad_()]
-    own = {n: getattr(layer, n) for n in (*BIASED.parameters, "bias")}
-    own["gate_up_proj"] = layer.gate_up_proj + low_rank[0] @ low_rank[1]
-    mo.compile(BIASED)(rows(7), **own).hidden.square().sum().backward()
-    assert low_rank[0].grad is not None and low_rank[0].grad.any()
+    layer.zero_grad()
+    adapter = LowRank(layer.gate_up_proj, 2)
+    torch.nn.utils.parametrize.register_parametrization(layer, "gate_up_proj", adapter)
+    assert torch.equal(layer(rows(7)).hidden, whole(rows(7)).hidden)  # B is 0 at first
+    layer(rows(7)).hidden.square().sum().backward()
+    torch.testing.assert_close(adapter.b.grad, whole.gate_up_proj.grad @ adapter.a.mT, rtol=1e-4, atol=1e-5)
+    assert layer.parametrizations.gate_up_proj.original.grad is None and layer.down_proj.grad is None
+    learned = {n for n, p in layer.named_parameters() if p.grad is not None}
+    assert {n.rpartition(".")[2] for n in learned if n.startswith("param")} == {"a", "b"} and "gate_weight" in learned
+
+
+@pytest.mark.parametrize("backend", ["reference", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_checkpointing_picks_alike(backend: str) -> None:
+    """All logits are equal, so that anything could be picked: 20 times the same as without checkpointing."""
+    moe = mo.MoE(mo.Router(8, 3, losses={"z": mo.ZLoss()}), mo.Experts(8, H, INNER), outputs=("hidden", "indices"))
+    layer = layer_of(moe, backend=backend).to(device_of(backend))
+    with torch.no_grad():
+        layer.gate_weight.zero_()
+    picked: list[torch.Tensor] = []
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        result = layer(x)
+        picked.append(result.indices)
+        return result.hidden + result.losses["z"]
+
+    def gradients(again: bool) -> list[torch.Tensor]:
+        layer.zero_grad()
+        x = rows(64).to(device_of(backend)).requires_grad_()
+        hidden = checkpoint(body, x, use_reentrant=False) if again else body(x)
+        hidden.square().sum().backward()
+        return [x.grad, *(p.grad.clone() for p in layer.parameters())]
+
+    with torch.utils.checkpoint.set_checkpoint_early_stop(False):
+        wanted = gradients(False)
+        assert all(g.isfinite().all() for g in wanted) and wanted[0].any()
+        for _ in range(20):
+            assert all(map(torch.equal, gradients(True), wanted))
+    assert len(picked) == 41 and all(torch.equal(p, picked[0]) for p in picked)
+    assert picked[0].tolist() == [[0, 1, 2]] * 64
+
+
+def test_autocast() -> None:
+    """Operands of products are bf16, what a router computes is float32, gradients have their parameters' type."""
+    layer, x = layer_of(LEARNED), rows(9)
+    narrow = copy.deepcopy(layer).bfloat16()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        result = layer(x)
+    wanted = narrow(x.bfloat16())
+    assert result.hidden.dtype == torch.bfloat16 and torch.equal(result.hidden, wanted.hidden)
+    result.hidden.float().square().sum().backward()
+    wanted.hidden.float().square().sum().backward()
+    for (name, parameter), other in zip(layer.named_parameters(), narrow.parameters(), strict=True):
+        assert parameter.grad.dtype == torch.float32, name
+        assert parameter.grad.any() and torch.equal(parameter.grad.to(other.dtype), other.grad), name
+
+
+def test_accumulation() -> None:
+    """Gradients of two halves of the tokens add up to those of all, in the parameters, in main grads, and both."""
+    whole, halves, mains = layer_of(BIASED), layer_of(BIASED), layer_of(BIASED, main_grads=True)
+    for name in BIASED.parameters:
+        getattr(mains, name).main_grad = torch.zeros(getattr(mains, name).shape)
+    x = rows(10)
+    whole(x).hidden.square().sum().backward()
+    for half in (x[:6], x[6:]):
+        for layer in (halves, mains):
+            layer(half).hidden.square().sum().backward()
+    for name, parameter in whole.named_parameters():
+        assert getattr(mains, name).grad is None
+        for found in (getattr(halves, name).grad, getattr(mains, name).main_grad):
+            torch.testing.assert_close(found, parameter.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+def test_to_a_gpu_and_back() -> None:
+    layer = layer_of(BIASED)
+    layer.bias.uniform_(0.1, 0.2)
+    wanted, bias = layer(rows(7)).hidden, layer.bias.clone()
+    layer = layer.to("cuda", torch.bfloat16)
+    assert layer.bias.is_cuda and layer.bias.dtype == torch.float32 and torch.equal(layer.bias.cpu(), bias)
+    torch.testing.assert_close(layer(rows(7).cuda().bfloat16()).hidden.float().cpu(), wanted, rtol=0.1, atol=0.05)
+    assert torch.equal(layer.to("cpu").bias, bias)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_layers_on_several_gpus() -> None:
+    """Each runs where its parameters are, whatever the current device: one after the other, and by threads at once."""
+    layer, wanted = layer_of(BIASED), []
+    for number in range(2):
+        here = copy.deepcopy(layer).to(f"cuda:{number}")
+        x = rows(7).to(f"cuda:{number}").requires_grad_()
+        hidden = here(x).hidden
+        hidden.square().sum().backward()
+        assert hidden.device == x.device
+        wanted.append([hidden.detach().cpu(), x.grad.cpu(), here.gate_up_proj.grad.cpu()])
+    assert all(torch.equal(a, b) for a, b in zip(*wanted, strict=True))
+    replicas = torch.nn.parallel.replicate(layer.cuda(), [0, 1])
+    found = torch.nn.parallel.parallel_apply(replicas, [(rows(7).to(f"cuda:{i}"),) for i in range(2)])
+    for result in found:
+        torch.testing.assert_close(result.hidden.cpu(), wanted[0][0])
 
 
 def test_main_grads() -> None:
@@ -247,36 +347,29 @@ def test_it_learns() -> None:
     assert sum(seen[-4:]) < 0.3 * sum(seen[:4])
 
 
-def _wrapped(rank: int, port: int) -> None:
-    import torch.distributed as dist
-    from torch.distributed.fsdp import fully_shard
-    from torch.nn.parallel import DistributedDataParallel
-
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
-    dist.init_process_group("gloo", rank=rank, world_size=2)
-    try:
-        alone = layer_of(BIASED)
-        for seed in (0, 1):
-            (alone(rows(6, seed=seed)).hidden.square().sum() / 2).backward()
-        wanted = {n: p.grad for n, p in alone.named_parameters()}
-
-        parallel: Any = DistributedDataParallel(layer_of(BIASED))
-        parallel(rows(6, seed=rank)).hidden.square().sum().backward()
-        for name, parameter in parallel.module.named_parameters():
-            torch.testing.assert_close(parameter.grad, wanted[name], rtol=1e-4, atol=1e-5)
-
-        sharded: Any = fully_shard(torch.nn.Sequential(layer_of(BIASED)))
-        sharded(rows(6, seed=rank)).hidden.square().sum().backward()
-        for name, parameter in sharded.named_parameters():
-            torch.testing.assert_close(parameter.grad.full_tensor(), wanted[name[2:]], rtol=1e-4, atol=1e-5)
-    finally:
-        dist.destroy_process_group()
-
-
 @pytest.mark.slow
 def test_data_parallel_and_sharded() -> None:
-    """Two processes with half of the tokens each: DDP, and FSDP2."""
+    """Two processes, started anew, with half of the tokens each: DDP, and FSDP2."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    torch.multiprocessing.start_processes(_wrapped, args=(port,), nprocs=2, start_method="fork")
+    torch.multiprocessing.start_processes(parallel_layers.data_parallel, args=(port,), nprocs=2, start_method="spawn")
+
+
+def test_in_a_forked_process() -> None:
+    """It finds what was made before, threads and locks as they were; those above are spawned and find nothing."""
+    layer = layer_of(BIASED)
+    context = torch.multiprocessing.get_context("fork")
+    found = context.SimpleQueue()
+    x = rows(7).requires_grad_()
+    hidden = layer(x).hidden
+    hidden.square().sum().backward()
+    wanted = [t.detach().clone() for t in (hidden, x.grad, layer.gate_up_proj.grad)]
+    layer.zero_grad()
+    process = context.Process(target=parallel_layers.run_once, args=(layer, found))
+    process.start()
+    results = found.get()
+    process.join(timeout=60)
+    assert process.exitcode == 0
+    for a, b in zip(results, wanted, strict=True):
+        torch.testing.assert_close(torch.from_numpy(a), b, rtol=1e-5, atol=1e-6)
