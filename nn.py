@@ -31,6 +31,7 @@ class MoELayer(torch.nn.Module):
     Weights have the type that the module is made with or moved to, and shapes as in checkpoints of transformers. What a
     router learns stays float32, also after ``.to(torch.bfloat16)``: the selection bias, a buffer ``bias``, which
     `LoadTracker` or ``moesaic.update_bias`` move, and the parameters ``gate_bias``, ``expert_scale``, ``router_scale``.
+    FSDP2 shards parameters of one type: where there are such, keep all in float32, and have its policy cast them.
 
     ``load_state_dict`` also takes the names of transformers' blocks (``gate.weight``, ``experts.gate_up_proj``,
     ``shared_expert.up_proj.weight`` ...); `hf_state_dict` gives them back.
@@ -95,7 +96,8 @@ class MoELayer(torch.nn.Module):
             x: [..., H].
             inputs: ``token_mask`` [...], ``residual`` [..., H], ``num_tokens``, ``indices``, where there are any.
         """
-        own = {n: getattr(self, n) for n in (*self.moe.parameters, *self._state)}
+        own = {n: getattr(self, n) for n in self.moe.parameters}
+        own |= {n: getattr(self, n).float() for n in self._state}  # which FSDP2 casts for a pass, if it casts all
         if self.main_grads and torch.is_grad_enabled():
             mains = {n: own[n].main_grad for n in self.moe.parameters if getattr(own[n], "main_grad", None) is not None}
             if mains:

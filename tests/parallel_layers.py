@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ def _step(model: Any, *seeds: int, ranks: int) -> None:
 
 def data_parallel(rank: int, port: int) -> None:
     """One of two processes with half of the tokens each: DDP, and FSDP2, beside a layer that sees all."""
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
     torch.set_num_threads(1)
@@ -81,6 +82,19 @@ def data_parallel(rank: int, port: int) -> None:
                 assert parameter.grad is None
             else:
                 torch.testing.assert_close(parameter.grad.full_tensor(), wanted[name], rtol=1e-4, atol=1e-5)
+
+        learned = replace(
+            BIASED, router=replace(BIASED.router, selection_bias=False, gate_bias=True, expert_scale=True)
+        )
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        cast: Any = fully_shard(layer_of(learned), mp_policy=policy)
+        alone = layer_of(learned)
+        for layer, seeds, ranks in ((cast, (rank,), 1), (alone, (0, 1), 2)):
+            _step(layer, *seeds, ranks=ranks)
+        for name, parameter in cast.named_parameters():
+            found, right = parameter.grad.full_tensor(), alone.get_parameter(name).grad
+            assert found.dtype == torch.float32
+            assert (found - right).norm() < 0.1 * right.norm(), name  # of operands in bf16
     finally:
         dist.destroy_process_group()
 
