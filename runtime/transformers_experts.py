@@ -7,7 +7,7 @@ random numbers beside the module's own function, and taken if both agree.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,7 +63,7 @@ def experts_forward(
 ) -> torch.Tensor:
     """The forward function of a module of experts, as transformers calls it: [T, H] in the type of hidden_states."""
     plan = plan_of(module)
-    parameters = _parameters(module)
+    parameters = parameters_of(module)
     dtype = parameters["down_proj"].dtype
     x = hidden_states if hidden_states.dtype == dtype else hidden_states.to(dtype)
     if plan.experts is not None:
@@ -91,7 +91,7 @@ def plan_of(module: torch.nn.Module) -> Plan:
     Raises:
         InputError: torch.compile is tracing a module that has none.
     """
-    shapes = tuple(tuple(t.shape) for t in _parameters(module).values())
+    shapes = tuple(tuple(t.shape) for t in parameters_of(module).values())
     known: Plan | None = getattr(module, _PLAN, None)
     if known is not None and known.shapes == shapes:
         return known
@@ -110,7 +110,8 @@ def plan_of(module: torch.nn.Module) -> Plan:
     return made
 
 
-def _parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+def parameters_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters of a module of experts, by the names of the inputs of `Experts`."""
     matrices = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
     names = (*matrices, *(f"{n}_bias" for n in matrices)) if module.has_bias else matrices
     return {name: getattr(module, name) for name in names}
@@ -119,14 +120,19 @@ def _parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 @torch.no_grad()
 def declared(module: torch.nn.Module) -> Experts | None:
     """The experts of a module as we declare them; ``None`` if what it computes between its products is none of ours."""
-    parameters = _parameters(module)
+    parameters = parameters_of(module)
     down = parameters["down_proj"]
     experts, hidden, intermediate = down.shape if not module.is_transposed else (down.shape[0], *down.shape[:0:-1])
-    generator = torch.Generator().manual_seed(0)
-    x = (_SPREAD * torch.randn(_PROBED, generator=generator)).to(down.device)
-    theirs = (module._apply_gate if module.has_gate else module.act_fn)(x)  # type: ignore[operator]
-    for activation, gating in _candidates(module):
-        if torch.allclose(_ours(x, module, activation, gating), theirs, rtol=1e-5, atol=1e-6):
+    function: Any = module._apply_gate if module.has_gate else module.act_fn
+    for activation, gating in candidates(module, gated=bool(module.has_gate)):
+        if computes(
+            function,
+            activation,
+            gating,
+            gated=bool(module.has_gate),
+            interleaved=not module.is_concatenated,
+            device=down.device,
+        ):
             return Experts(
                 experts,
                 hidden,
@@ -141,9 +147,10 @@ def declared(module: torch.nn.Module) -> Experts | None:
     return None
 
 
-def _candidates(module: torch.nn.Module) -> Iterator[tuple[Activation, Gating | None]]:
+def candidates(module: torch.nn.Module, *, gated: bool) -> Iterator[tuple[str, Gating | None]]:
+    """What a module could compute between its products: limits and alphas are numbers that it has."""
     yield from ((name, None) for name in ACTIVATIONS)
-    if not module.has_gate:
+    if not gated:
         return
     numbers = {n: float(v) for n, v in vars(module).items() if isinstance(v, int | float) and not isinstance(v, bool)}
     limits = {v for n, v in numbers.items() if "limit" in n and v > 0}
@@ -156,8 +163,21 @@ def _candidates(module: torch.nn.Module) -> Iterator[tuple[Activation, Gating | 
     )
 
 
-def _ours(x: torch.Tensor, module: torch.nn.Module, activation: Activation, gating: Gating | None) -> torch.Tensor:
+@torch.no_grad()
+def computes(
+    function: Callable[[torch.Tensor], torch.Tensor],
+    activation: Activation,
+    gating: Gating | None,
+    *,
+    gated: bool,
+    interleaved: bool = False,
+    device: torch.device | str = "cpu",
+) -> bool:
+    """Whether a function of rows [M, 16] does what would be declared, on numbers that meet every clamp."""
+    generator = torch.Generator().manual_seed(0)
+    x = (_SPREAD * torch.randn(_PROBED, generator=generator)).to(device)
     b = Builder("between")
     h = b.input("h", tensor(DType.F32, "T", _PROBED[1]))
-    first = list(create_split(h, not module.is_concatenated)) if module.has_gate else [h]
-    return evaluate(b.build(y=activated(first, activation, gating)).entry, {"h": x})[0]
+    first = list(create_split(h, interleaved)) if gated else [h]
+    ours = evaluate(b.build(y=activated(first, activation, gating)).entry, {"h": x})[0]
+    return torch.allclose(ours, function(x), rtol=1e-5, atol=1e-6)

@@ -1,0 +1,631 @@
+"""What ``moesaic.hf.replace`` makes of a block of a transformers' model: the same module, with another forward.
+
+A block keeps its parts, and with them its parameters, their names, and what others hold of them; its class becomes one
+derived from its own, whose forward reads the parameters and runs a compiled layer. Hooks on the module of its router
+are still called, with what the layer found. Before any of it, a small copy with random weights goes through both
+forwards, and a block whose results differ is left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+from moesaic.ir.declare import Router
+from moesaic.ir.errors import MoesaicError
+from moesaic.ir.experts import ACTIVATIONS, Experts, Gating
+from moesaic.ir.moe import MoE, SharedExpert
+from moesaic.ir.presets import PRESETS
+from moesaic.ir.types import DType
+from moesaic.runtime.compile import compile
+from moesaic.runtime.transformers_experts import (
+    candidates,
+    computes,
+    declared,
+    experts_forward,
+    parameters_of,
+    plan_of,
+)
+from moesaic.runtime.transformers_families import (
+    BIASES,
+    DIVIDES,
+    GROUPS,
+    SCALES,
+    TOP_K,
+    CappedSwiGLU,
+    Family,
+    Place,
+    Routed,
+    at,
+)
+
+_log = logging.getLogger("moesaic.hf")
+
+_PLAN = "_moesaic_block"
+_FOUND = ("weights", "indices")
+_LEARNED = ("gate_bias", "expert_scale", "router_scale")
+_INNER, _TOKENS = 8, 9  # of the small copy
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_OUTPUT, _GRADIENT = 2e-4, 1e-3  # of the largest value, in float32
+
+
+class NotDeclarable(Exception):
+    """Why a block cannot be replaced."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How layers are compiled, as in ``moesaic.compile``."""
+
+    backend: str = "auto"
+    recompute: str | None = None
+    allow_tf32: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a block runs as.
+
+    Attributes:
+        family: the entry of the table.
+        router, experts: as declared here; no experts for a router alone.
+        shared: the shared expert as part of the layer; ``None`` if there is none, or if it runs as it is.
+        beside: whether the block has a shared expert that runs as it is.
+        whole: whether it all is one layer, as long as all weights have the same type.
+        mean: whether y is the mean of the routed and the shared output.
+        places: where the inputs of the layers are.
+        options: how the layers are compiled.
+        layers: ``moe`` gives y, ``told`` also what the router found; ``route`` and ``experts`` are for where they are
+            apart.
+    """
+
+    family: Family
+    router: Router
+    experts: Experts | None
+    shared: SharedExpert | None
+    beside: bool
+    whole: bool
+    mean: bool
+    places: tuple[tuple[str, Place], ...]
+    options: Options
+    layers: Mapping[str, Any] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        options = vars(self.options)
+        made: dict[str, Any] = {
+            "route": compile(replace(self.router, outputs=_FOUND), backend=self.options.backend),
+        }
+        if self.experts is not None:
+            made["experts"] = compile(self.experts, **options)
+        if self.experts is not None and self.whole:
+            moe = MoE(self.router, self.experts, self.shared, mean=self.mean, residual=self.beside, outputs=("hidden",))
+            made["moe"] = compile(moe, **options)
+            made["told"] = compile(replace(moe, outputs=("hidden", "logits", *_FOUND)), **options)
+        object.__setattr__(self, "layers", made)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Plan, tuple(getattr(self, f.name) for f in fields(self) if f.init)
+
+    def __str__(self) -> str:
+        router, experts = self.router, self.experts
+        score = router.score if isinstance(router.score, str) else "its own score"
+        parts = [f"{score}, {router.top_k} of {router.num_experts}"]
+        if router.groups is not None:
+            parts.append(f"{router.groups_kept} of {router.groups} groups")
+        if experts is not None:
+            parts.append(f"experts {experts.hidden} x {experts.intermediate}")
+        if self.shared is not None:
+            parts.append(f"shared {self.shared.intermediate}")
+        if self.beside:
+            parts.append("its own shared expert")
+        how = "one layer" if self.whole else "router and experts, each a layer" if experts else "router"
+        return f"{how}: {', '.join(parts)}"
+
+
+# Reading a block --------------------------------------------------------------------------------------------------------
+
+
+def read(block: nn.Module, family: Family, options: Options) -> Plan:
+    """What a block would run as.
+
+    Raises:
+        NotDeclarable: it cannot be declared, and why.
+    """
+    if family.refused is not None and (why := family.refused(block)) is not None:
+        raise NotDeclarable(why)
+    try:
+        return _read(block, family, options)
+    except (MoesaicError, AttributeError) as error:
+        raise NotDeclarable(str(error)) from error
+
+
+def _read(block: nn.Module, family: Family, options: Options) -> Plan:
+    places: list[tuple[str, Place]] = [("gate_weight", family.weight)]
+    places += [(n, getattr(family, n)) for n in _LEARNED if getattr(family, n)]
+    found = (".".join(filter(None, (p, n))) for p in (family.gate, "") for n in BIASES)
+    bias = next((path for path in found if _has(block, path)), None)
+    router = _router(block, family, bias is not None)
+    if router.selection_bias and bias is not None:
+        places.append(("bias", bias))
+    experts, shared, beside, mean = None, None, False, False
+    whole = bool(family.experts) and not family.apart(block)
+    if family.experts:
+        experts, theirs = _experts(block, family)
+        places += theirs
+    if family.shared and getattr(block, family.shared, None) is not None:
+        mean = family.mean is not None and family.mean(block)
+        shared, theirs = _shared(block, family) if whole else (None, [])
+        places += theirs
+        beside = shared is None
+        whole = whole and not (mean and beside)
+    return Plan(family, router, experts, shared, beside, whole, mean, tuple(places), options)
+
+
+def _has(root: Any, path: str) -> bool:
+    try:
+        return at(root, path) is not None
+    except AttributeError:
+        return False
+
+
+def _router(block: Any, family: Family, biased: bool) -> Router:
+    preset, gate = PRESETS[family.name], at(block, family.gate)
+
+    def found(names: tuple[str, ...]) -> Any:
+        return next((getattr(o, n) for o in (gate, block) for n in names if hasattr(o, n)), None)
+
+    arguments: dict[str, Any] = {"num_experts": at(block, family.weight).shape[0], "selection_bias": biased}
+    if (top_k := found(TOP_K)) is not None:
+        arguments["top_k"] = top_k
+    if (scale := found(SCALES)) is not None:
+        arguments["scale"] = float(scale)
+    if (divides := found(DIVIDES)) is not None:
+        arguments["renormalize"] = (preset.get("renormalize") or family.norm or True) if divides else False
+    groups, kept = (getattr(gate, name, None) for name in GROUPS)
+    # A single group limits nothing.
+    arguments["groups"], arguments["groups_kept"] = (groups, kept) if groups and groups > 1 else (None, None)
+    return Router.preset(family.name, **arguments | dict(family.arguments(block) if family.arguments else {}))
+
+
+def _experts(block: Any, family: Family) -> tuple[Experts, list[tuple[str, Place]]]:
+    module = at(block, family.experts)
+    if family.declared is not None:
+        made, places = family.declared(block)
+        if made.gating is None:
+            made = replace(made, activation=_activation(block, module))
+    elif hasattr(module, "is_concatenated"):
+        found = declared(module)
+        if found is None:
+            raise NotDeclarable(
+                f"{type(module).__name__} computes something between its products that is not declarable"
+            )
+        made, places = found, {name: f"{family.experts}.{name}" for name in parameters_of(module)}
+    else:
+        raise NotDeclarable(f"{type(module).__name__} does not say how its weights lie")
+    for name, place in places.items():
+        dtype = _tensor(block, place).dtype
+        if dtype not in _DTYPES:
+            raise NotDeclarable(f"{name} is {dtype}; layers take float32, bfloat16 and float16")
+    return made, list(places.items())
+
+
+def _activation(*modules: Any) -> str:
+    """The name of the activation of the first of some modules that has one; SiLU where none says anything."""
+    names = ("act_fn", "activation_fn", "activation", "mlp.activation_fn")
+    function = next((at(m, n) for m in modules for n in names if _has(m, n)), nn.functional.silu)
+    name = next((n for n in ACTIVATIONS if computes(function, n, None, gated=False)), None)
+    if name is None:
+        raise NotDeclarable(f"its experts' activation, {type(function).__name__}, is not declarable")
+    return name
+
+
+def _shared(block: Any, family: Family) -> tuple[SharedExpert | None, list[tuple[str, Place]]]:
+    """The shared expert, and where its weights are; ``None`` if it has to run as it is."""
+    module = getattr(block, family.shared)
+    layers = {n: m for n, m in module.named_children() if not list(m.children()) and list(m.parameters())}
+    ups = _UPS.get(tuple(sorted(layers)))
+    gate = [getattr(block, family.shared_gate)] if family.shared_gate else []
+    if ups is None or any(type(m) is not nn.Linear or m.bias is not None for m in (*layers.values(), *gate)):
+        return None, []
+    gated = ups != ("up_proj",)
+    places: list[tuple[str, Place]] = [(f"shared_{n}", f"{family.shared}.{n}.weight") for n in (*ups, "down_proj")]
+    places += [("shared_gate", f"{family.shared_gate}.weight")] if gate else []
+
+    def between(x: torch.Tensor) -> torch.Tensor:
+        """What it does between its products: its layers are given identities for weights."""
+        wide = x.shape[1] // 2 if gated else x.shape[1]
+        eye = torch.eye(x.shape[1])
+        weights = {"down_proj.weight": torch.eye(wide)}
+        weights |= dict(zip((f"{n}.weight" for n in ups), eye.split(wide) if len(ups) == 2 else (eye,), strict=True))
+        y: torch.Tensor = torch.func.functional_call(module, weights, (x,))
+        return y
+
+    for activation, gating in _shared_candidates(module, gated):
+        if computes(between, activation, gating, gated=gated):
+            made = SharedExpert(
+                layers["down_proj"].in_features,
+                activation=activation,
+                gated=gated,
+                gating=gating,
+                separate=len(ups) == 2,
+                gate=bool(gate),
+            )
+            return made, places
+    return None, []
+
+
+_UPS: Mapping[tuple[str, ...], tuple[str, ...]] = {
+    ("down_proj", "gate_proj", "up_proj"): ("gate_proj", "up_proj"),
+    ("down_proj", "gate_up_proj"): ("gate_up_proj",),
+    ("down_proj", "up_proj"): ("up_proj",),
+}
+"""The first products of feed-forward networks, by the names of all their layers."""
+
+
+def _shared_candidates(module: nn.Module, gated: bool) -> Iterator[tuple[str, Gating | None]]:
+    yield from candidates(module, gated=gated)
+    limit = getattr(module, "limit", None)
+    if gated and limit is not None and 0 < limit < float("inf"):
+        yield "silu", CappedSwiGLU(limit)
+
+
+def _tensor(block: Any, place: Place) -> torch.Tensor:
+    tensor: torch.Tensor = at(block, place) if isinstance(place, str) else place(block)
+    return tensor
+
+
+# Running ------------------------------------------------------------------------------------------------------------------
+
+
+class Replaced:
+    """What the classes of replaced modules have in common; `_kind` is the class that the module had."""
+
+    _kind: type
+    _first: str
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Such a class is made in each process; copies and pickles name what it is made from.
+        _, _, *state = super().__reduce_ex__(2)
+        return _restored, (next(c for c in _BASES if isinstance(self, c)), self._kind), *state
+
+
+class Block(Replaced):
+    """A block as one layer, or as two."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        plan: Plan = getattr(self, _PLAN)
+        why = None if torch.compiler.is_compiling() else obstacle(self, plan)
+        if why is not None:
+            _say_once(self._kind.__name__, why)
+            return self._kind.forward(self, *args, **kwargs)
+        if not args:
+            args = (kwargs.pop(self._first),)
+        return _run(self, plan, *args, **kwargs)
+
+
+class Gate(Replaced):
+    """The module of a router: it gives what the block's layer found where it is called with that."""
+
+    def forward(self, *args: Any, moesaic_found: Any = None, **kwargs: Any) -> Any:
+        return self._kind.forward(self, *args, **kwargs) if moesaic_found is None else moesaic_found
+
+
+class RouterAlone(Replaced):
+    """A router whose experts are called by somebody else."""
+
+    def forward(self, hidden_states: torch.Tensor) -> Any:
+        plan: Plan = getattr(self, _PLAN)
+        why = None if torch.compiler.is_compiling() else obstacle(self, plan)
+        if why is not None:
+            _say_once(self._kind.__name__, why)
+            return self._kind.forward(self, hidden_states)
+        x = hidden_states.reshape(-1, hidden_states.shape[-1])
+        return plan.family.watched(self, x, _route(self, plan, x, _inputs(self, plan), {}))
+
+
+class ExpertsAlone(Replaced):
+    """Experts whose router is somebody else's."""
+
+    def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> Any:
+        options: Options = getattr(self, _PLAN)
+        return experts_forward(self, hidden_states, top_k_index, top_k_weights, **vars(options))
+
+
+_BASES = (Block, Gate, RouterAlone, ExpertsAlone)
+
+
+@functools.cache
+def _derived(base: type, kind: type) -> type:
+    first = next(iter(list(inspect.signature(kind.forward).parameters)[1:]), "")
+    body = {"_kind": kind, "_first": first, "__doc__": f"{kind.__name__}, run by moesaic: {base.__doc__}"}
+    return type(f"Moesaic{kind.__name__}", (base, kind), {**body, "__module__": __name__})
+
+
+def _restored(base: type, kind: type) -> Any:
+    made = _derived(base, kind)
+    return made.__new__(made)
+
+
+def install(module: nn.Module, base: type, plan: Any) -> None:
+    """Makes a module run as planned."""
+    if plan is not None:
+        setattr(module, _PLAN, plan)
+    module.__class__ = _derived(base, type(module))
+
+
+def remove(module: nn.Module) -> None:
+    """Makes a module what it was; nothing happens if it is that."""
+    if isinstance(module, Replaced):
+        module.__class__ = module._kind
+        vars(module).pop(_PLAN, None)
+
+
+def replaces(block: nn.Module, plan: Plan) -> list[tuple[nn.Module, type, Any]]:
+    """The modules that `install` changes for a block, and how."""
+    if plan.experts is None:
+        return [(block, RouterAlone, plan)]
+    return [(block, Block, plan), (at(block, plan.family.gate), Gate, None)]
+
+
+def experts_alone(module: nn.Module, options: Options) -> list[tuple[nn.Module, type, Any]]:
+    """The same for experts whose block stays."""
+    plan_of(module)
+    return [(module, ExpertsAlone, options)]
+
+
+def _silent(block: nn.Module, plan: Plan) -> Iterator[tuple[str, nn.Module]]:
+    """The parts that are not called any more, but for hooks on the router's."""
+    calls = plan.family.calls
+    if plan.beside:
+        calls = (*calls, plan.family.shared, plan.family.shared_gate)
+    for name, part in block.named_modules():
+        if name and name.split(".")[0] not in calls:
+            yield name, part
+
+
+def obstacle(block: nn.Module, plan: Plan) -> str | None:
+    """Why a block cannot run as planned now, such as hooks of somebody else's on its parts, or ``None``."""
+    for name, part in _silent(block, plan):
+        hooked = part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks or "forward" in vars(part)
+        if hooked or (part._forward_hooks and name != plan.family.gate):
+            return f"its part {name!r} has hooks, or a forward of its own, which a layer would not call"
+        if (why := _spread(part)) is not None:
+            return f"its part {name!r} {why}"
+    return None
+
+
+def obstacle_of_experts(module: nn.Module) -> str | None:
+    """Why a module of experts cannot run alone, or ``None``."""
+    for name, tensor in parameters_of(module).items():
+        if tensor.dtype not in _DTYPES:
+            return f"{name} is {tensor.dtype}; layers take float32, bfloat16 and float16"
+    return _spread(module)
+
+
+def _spread(module: nn.Module) -> str | None:
+    for name, tensor in module._parameters.items():
+        if hasattr(tensor, "placements"):
+            return f"has its {name} spread over devices; shard whole blocks or decoder layers instead"
+    return None
+
+
+@functools.cache
+def _say_once(kind: str, why: str) -> None:
+    _log.warning("%s runs as transformers has it: %s", kind, why)
+
+
+def _inputs(block: Any, plan: Plan) -> dict[str, torch.Tensor]:
+    tensors = {name: _tensor(block, place) for name, place in plan.places}
+    for name in (n for n in ("bias", *_LEARNED) if n in tensors):
+        tensors[name] = tensors[name].float().reshape(() if name == "router_scale" else -1)
+    if "bias" in tensors:  # shared experts are columns of logits, too, and never picked
+        tensors["bias"] = nn.functional.pad(tensors["bias"].detach(), (0, plan.router.shared_experts))
+    return tensors
+
+
+def _run(block: Any, plan: Plan, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    family, tensors = plan.family, _inputs(block, plan)
+    x = hidden_states.reshape(-1, hidden_states.shape[-1])
+    noise = at(block, family.jitter) if family.jitter and block.training else None
+    if noise:
+        x = x * torch.empty_like(x).uniform_(1.0 - noise, 1.0 + noise)
+    given = dict(family.given(block, *args, **kwargs)) if family.given is not None else {}
+    gate = at(block, family.gate)
+    told = family.always or bool(gate._forward_hooks)
+    y, found = _computed(block, plan, x.to(tensors["down_proj"].dtype), tensors, given, told)
+    if family.after is not None:
+        y = family.after(block, y)
+    y = y.to(hidden_states.dtype)
+    if gate._forward_hooks:
+        gate(x, moesaic_found=family.watched(block, x, found))
+    return (
+        y.view(hidden_states.shape) if family.returns is None else family.returns(block, y, hidden_states.shape, found)
+    )
+
+
+def _computed(
+    block: Any,
+    plan: Plan,
+    x: torch.Tensor,
+    tensors: dict[str, torch.Tensor],
+    given: dict[str, torch.Tensor],
+    told: bool,
+) -> tuple[torch.Tensor, Any]:
+    """y [T, H], and what the router found if that is asked for or comes along."""
+    family = plan.family
+    autocast = torch.is_autocast_enabled(x.device.type)
+    learned = ("bias", *_LEARNED)
+    alike = autocast or all(t.dtype == x.dtype for n, t in tensors.items() if n not in learned)
+    if plan.whole and alike and not (autocast and family.no_autocast):
+        if plan.beside:
+            given["residual"] = _beside(block, family, x).to(x.dtype)
+        if not told:
+            return plan.layers["moe"](x, **tensors, **given), None
+        result = plan.layers["told"](x, **tensors, **given)
+        return result.hidden, Routed(result.logits, result.weights, result.indices.long())
+    found = _route(block, plan, x, tensors, given)
+    weights = found.weights[:, : plan.router.top_k] if plan.router.shared_experts else found.weights
+    matrices = {n: t for n, t in tensors.items() if n not in (*learned, "gate_weight") and not n.startswith("shared_")}
+    into = x if family.into is None else family.into(block, x)
+    y = plan.layers["experts"](into, found.indices, weights.contiguous(), **matrices)
+    if family.out_of is not None:
+        y = family.out_of(block, y)
+    if family.adds is not None:
+        y = y + family.adds(block, x, found)
+    if plan.beside or plan.shared is not None:
+        y = y + _beside(block, family, x)
+    return y * 0.5 if plan.mean else y, found
+
+
+def _route(
+    block: Any, plan: Plan, x: torch.Tensor, tensors: dict[str, torch.Tensor], given: dict[str, torch.Tensor]
+) -> Routed:
+    """What the router finds, apart from experts."""
+    family, weight = plan.family, tensors["gate_weight"]
+    into = x if family.into_gate is None else family.into_gate(block, x)
+    if family.float32:
+        with torch.autocast(x.device.type, enabled=False):
+            logits = linear(into.float(), weight.float())
+    else:
+        logits = linear(into.to(weight.dtype), weight)
+    learned = {n: tensors[n] for n in ("bias", *_LEARNED) if n in tensors}
+    weights, indices = plan.layers["route"](logits, **learned, **given)[:2]
+    return Routed(logits.float(), weights, indices.long())
+
+
+def _beside(block: Any, family: Family, x: torch.Tensor) -> torch.Tensor:
+    """The output of the shared expert as it is."""
+    y: torch.Tensor = getattr(block, family.shared)(x)
+    return torch.sigmoid(getattr(block, family.shared_gate)(x)) * y if family.shared_gate else y
+
+
+# Comparing ----------------------------------------------------------------------------------------------------------------
+
+
+def differs(block: nn.Module, plan: Plan) -> str | None:
+    """What differs between a block and its plan on random numbers, weights and inputs, with gradients; ``None`` if all
+    agree.
+
+    The block's own weights are not used: it runs on the CPU in float32 with others, which are narrower where they can
+    be.
+    """
+    found = None
+    for seed in (0, 1):  # picks among logits that are equal but for rounding may differ once
+        found = _difference(block, plan, seed)
+        if found is None:
+            break
+    return found
+
+
+def _difference(block: nn.Module, plan: Plan, seed: int) -> str | None:
+    g = torch.Generator().manual_seed(seed)
+    small, weights = _narrowed(block, plan, g)
+    hidden = weights[plan.family.weight].shape[1] if plan.experts is None or plan.whole else _hidden(block, plan)
+    x = torch.randn(_TOKENS, hidden, generator=g)
+    x = x if plan.experts is None else x.view(1, _TOKENS, hidden)
+    given = dict(plan.family.example(block, _TOKENS, g)) if plan.family.example is not None else {}
+    with _as_it_would_run(block, plan):
+        theirs = _run_with(block, weights, x, given, g.initial_seed())
+        changed = replaces(block, small)
+        for module, base, made in changed:
+            install(module, base, made)
+        try:
+            ours = _run_with(block, weights, x, given, g.initial_seed())
+        finally:
+            for module, _, _ in changed:
+                remove(module)
+    for name, wanted in theirs.items():
+        got = ours.get(name)
+        if got is None or got.shape != wanted.shape:
+            return f"{name} is {None if got is None else list(got.shape)} in place of {list(wanted.shape)}"
+        size = wanted.abs().max().item()
+        error = (got - wanted).abs().max().item()
+        limit = _OUTPUT if name.startswith("output") else _GRADIENT
+        if not error <= limit * max(size, 1e-6):
+            return f"{name} differs by {error:.1e}, its largest value being {size:.1e}"
+    return None
+
+
+def _hidden(block: Any, plan: Plan) -> int:
+    width: int = at(block, plan.family.weight).shape[1]
+    return width
+
+
+def _narrowed(block: nn.Module, plan: Plan, g: torch.Generator) -> tuple[Plan, dict[str, torch.Tensor]]:
+    """The plan with narrow experts, and random tensors for all that the block has, by their names there."""
+    shapes: dict[str, list[int]] = {}
+    experts, shared = plan.experts, plan.shared
+    paths = dict(plan.places)
+    if experts is not None and all(isinstance(p, str) for p in paths.values()):
+        experts = replace(experts, intermediate=_INNER)
+        shared = None if shared is None else replace(shared, intermediate=_INNER)
+        moe = MoE(Router(experts.num_experts, 1), experts, shared)
+        for argument in moe.module(DType.F32).entry.arguments:
+            path = paths.get(argument.name)
+            if isinstance(path, str) and argument.name != "gate_weight":
+                shapes[path] = [d for d in argument.type.shape if isinstance(d, int)]
+    options = replace(plan.options, backend="reference", allow_tf32=False)
+    made: dict[str, torch.Tensor] = {}
+    for name, tensor in (*block.named_parameters(), *block.named_buffers()):
+        shape = shapes.get(name, list(tensor.shape))
+        if not tensor.is_floating_point():
+            made[name] = torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor.detach().cpu()
+            continue
+        values = torch.randn(shape, generator=g)
+        if "bias" in name:
+            made[name] = 0.7 * values
+        elif len(shape) < 2:
+            made[name] = 1.0 + 0.2 * values
+        else:  # logits near 1; what stands between products goes beyond every clamp
+            made[name] = values * ((1.5 if name == plan.family.weight else 6.0) * shape[-1] ** -0.5)
+    return replace(plan, experts=experts, shared=shared, options=options), made
+
+
+@contextlib.contextmanager
+def _as_it_would_run(block: nn.Module, plan: Plan) -> Iterator[None]:
+    """In evaluation, with the experts' own loop."""
+    training = [(m, m.training) for m in block.modules()]
+    config = getattr(at(block, plan.family.experts), "config", None)
+    chosen = getattr(config, "_experts_implementation", None)
+    block.eval()
+    if chosen is not None:
+        config._experts_implementation = "eager"
+    try:
+        yield
+    finally:
+        if chosen is not None:
+            config._experts_implementation = chosen
+        for module, was in training:
+            module.training = was
+
+
+def _run_with(
+    block: nn.Module, weights: Mapping[str, torch.Tensor], x: torch.Tensor, given: Mapping[str, Any], seed: int
+) -> dict[str, torch.Tensor]:
+    """Outputs, and gradients of random cotangents."""
+    learned = {
+        n: t.clone().requires_grad_() if "bias" not in n and t.is_floating_point() else t for n, t in weights.items()
+    }
+    wanted = {n: t for n, t in learned.items() if t.requires_grad}
+    with torch.enable_grad(), torch.autocast("cpu", enabled=False):
+        leaf = x.clone().requires_grad_()
+        result = torch.func.functional_call(block, learned, (leaf.clone(),), dict(given))
+        results = result if isinstance(result, tuple) else (result,)
+        outputs = [r for r in results if r.is_floating_point()]
+        made = {f"output {i}": r.detach() for i, r in enumerate(outputs)}
+        differentiable = [r for r in outputs if r.requires_grad]
+        g = torch.Generator().manual_seed(seed + 100)
+        cotangents = [torch.randn(r.shape, generator=g) for r in differentiable]
+        grads = torch.autograd.grad(differentiable, [leaf, *wanted.values()], cotangents, allow_unused=True)
+    for name, tensor, grad in zip(("x", *wanted), (leaf, *wanted.values()), grads, strict=True):
+        made[f"gradient of {name}"] = torch.zeros_like(tensor) if grad is None else grad
+    return made
