@@ -148,11 +148,11 @@ def replace(
 ) -> Report:
     """Makes the sparse blocks of a transformers' model compiled layers, in place.
 
-    A block keeps its parameters, their names and its parts; only its forward is another one, which runs router, experts
-    and shared expert as one layer. So checkpoints, optimizers, adapters elsewhere, ``save_pretrained``, copies and moves
-    go on as before, and hooks on the router's module, by which transformers records ``router_logits`` for its balance
-    loss, see what the layer found. Parts of a block with hooks of somebody else's, or whose parameters are spread over
-    devices apart from the block, are heeded at each call: such a block runs as transformers has it, and says so once.
+    A block keeps its parameters, their names and its parts; only its forward is another one, which runs router,
+    experts and shared expert as one layer. So checkpoints, optimizers, ``save_pretrained``, copies and moves go on as
+    before, and hooks on the router's module, by which transformers records ``router_logits`` for its balance loss, see
+    what the layer found. A block runs as transformers has it, and says so once, while its parts have hooks of somebody
+    else's, or parameters that are spread over devices apart from the block.
 
     Args:
         model: any model of transformers, or a part of one.

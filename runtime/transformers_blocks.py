@@ -131,7 +131,7 @@ class Plan:
         return f"{how}: {', '.join(parts)}"
 
 
-# Reading a block --------------------------------------------------------------------------------------------------------
+# Reading a block ------------------------------------------------------------------------------------------------------
 
 
 def read(block: nn.Module, family: Family, options: Options) -> Plan:
@@ -283,7 +283,7 @@ def _tensor(block: Any, place: Place) -> torch.Tensor:
     return tensor
 
 
-# Running ------------------------------------------------------------------------------------------------------------------
+# Running --------------------------------------------------------------------------------------------------------------
 
 
 class Replaced:
@@ -508,7 +508,7 @@ def _beside(block: Any, family: Family, x: torch.Tensor) -> torch.Tensor:
     return torch.sigmoid(getattr(block, family.shared_gate)(x)) * y if family.shared_gate else y
 
 
-# Comparing ----------------------------------------------------------------------------------------------------------------
+# Comparing ------------------------------------------------------------------------------------------------------------
 
 
 def differs(block: nn.Module, plan: Plan) -> str | None:

@@ -1,4 +1,4 @@
-"""The sparse blocks of transformers' models, by family: a block's class, and where it has what a layer is declared from.
+"""The sparse blocks of transformers' models, by family: a block's class, and where it has what declares a layer.
 
 A family is one entry. What nearly all have in common is a default or is looked for by its usual name (`SCALES` and the
 others); `runtime/transformers_blocks.py` compares a block with what was made of its entry before it runs it.
@@ -110,7 +110,11 @@ class Family:
         object.__setattr__(self, "key", (f"transformers.models.{self.name}.modeling_{self.name}", self.block))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return FAMILIES.__getitem__, (self.key,)  # functions of the table are not pickled
+        return _at_key, self.key  # functions of the table are not pickled
+
+
+def _at_key(module: str, block: str) -> Family:
+    return FAMILIES[module, block]
 
 
 def at(root: Any, path: str) -> Any:
@@ -120,7 +124,7 @@ def at(root: Any, path: str) -> Any:
     return root
 
 
-# What routers' modules return ---------------------------------------------------------------------------------------
+# What routers' modules return -----------------------------------------------------------------------------------------
 
 
 def _rounded(block: Any, x: torch.Tensor, r: Routed) -> Any:
@@ -192,7 +196,7 @@ def _gemma(router: Any, x: torch.Tensor, r: Routed) -> Any:
     return r.logits.softmax(-1, dtype=torch.float32), r.weights, r.indices
 
 
-# What blocks return -------------------------------------------------------------------------------------------------
+# What blocks return ---------------------------------------------------------------------------------------------------
 
 
 def _with_weights(block: Any, y: torch.Tensor, shape: torch.Size, r: Routed | None) -> Any:
@@ -372,7 +376,7 @@ def _step3p7_experts(block: Any) -> tuple[Experts, Mapping[str, Place]]:
     return Experts(*block.experts.down_proj.shape, gating=gating), _STACKED
 
 
-# What stands around the experts -----------------------------------------------------------------------------------------
+# What stands around the experts ---------------------------------------------------------------------------------------
 
 
 def _identities(block: Any, x: torch.Tensor, r: Routed) -> torch.Tensor:
@@ -420,7 +424,7 @@ def _gemma_input(router: Any, x: torch.Tensor) -> torch.Tensor:
     return normed
 
 
-# The table ----------------------------------------------------------------------------------------------------------------
+# The table ------------------------------------------------------------------------------------------------------------
 
 
 def _softmax(name: str, block: str, **others: Any) -> Family:
@@ -496,7 +500,8 @@ TABLE: tuple[Family, ...] = (
     _deepseek("hy_v3", "HYV3MoE"),
     _deepseek("hy_v4", "HYV4MoE"),
     Family(
-        "inkling", "InklingMoE", arguments=_inkling_router, router_scale="gate.global_scale", apart=_always, adds=_weighed_shared, calls=("shared_experts",),
+        "inkling", "InklingMoE", arguments=_inkling_router, router_scale="gate.global_scale", apart=_always,
+        adds=_weighed_shared, calls=("shared_experts",),
         watched=_inkling,
     ),
     Family("jamba", "JambaSparseMoeBlock", "router", "router.weight", watched=_logits),
@@ -529,7 +534,10 @@ TABLE: tuple[Family, ...] = (
     ),
     Family("mistral4", "Mistral4MoE", shared="shared_experts", watched=_rounded),
     Family("mixtral", "MixtralSparseMoeBlock", jitter="jitter_noise", watched=_rounded_logits),
-    _deepseek("nemotron_h", "NemotronHMoE", apart=_is_latent, into=_into_latent, out_of=_out_of_latent, calls=("fc1_latent_proj", "fc2_latent_proj")),
+    _deepseek(
+        "nemotron_h", "NemotronHMoE", apart=_is_latent, into=_into_latent, out_of=_out_of_latent,
+        calls=("fc1_latent_proj", "fc2_latent_proj"),
+    ),
     _softmax("olmoe", "OlmoeSparseMoeBlock"),
     Family(
         "openai_privacy_filter", "OpenAIPrivacyFilterMLP", "router", "router.weight", "router.bias",
