@@ -204,7 +204,7 @@ class _Replacing:
             self.add(name, type(module).__name__, "", LEFT[key])
         elif _is_dispatched(module):
             return self.of_experts(name, module, parent)
-        elif type(module).__name__.endswith("Experts") and any(p.dim() == 3 for p in module.parameters(recurse=False)):
+        elif _looks_like_experts(module) and _key(parent) not in LEFT:
             return self.add(name, type(module).__name__, "", _UNKNOWN)
         for child, part in module.named_children():
             self.visit(f"{name}.{child}" if name else child, part, module)
@@ -255,7 +255,11 @@ class _Replacing:
 _UNKNOWN = "no family of the table has it"
 
 
-def _key(module: torch.nn.Module) -> tuple[str, str]:
+def _looks_like_experts(module: torch.nn.Module) -> bool:
+    return type(module).__name__.endswith("Experts") and any(p.dim() == 3 for p in module.parameters())
+
+
+def _key(module: torch.nn.Module | None) -> tuple[str, str]:
     return type(module).__module__, type(module).__name__
 
 

@@ -83,6 +83,7 @@ class Plan:
         whole: whether it all is one layer, as long as all weights have the same type.
         mean: whether y is the mean of the routed and the shared output.
         places: where the inputs of the layers are.
+        parts: the parts of the block that are not called any more, and their classes.
         options: how the layers are compiled.
         layers: ``moe`` gives y, ``told`` also what the router found; ``route`` and ``experts`` are for where they are
             apart.
@@ -96,6 +97,7 @@ class Plan:
     whole: bool
     mean: bool
     places: tuple[tuple[str, Place], ...]
+    parts: tuple[tuple[str, type], ...]
     options: Options
     layers: Mapping[str, Any] = field(init=False, repr=False, compare=False)
 
@@ -167,7 +169,9 @@ def _read(block: nn.Module, family: Family, options: Options) -> Plan:
         places += theirs
         beside = shared is None
         whole = whole and not (mean and beside)
-    return Plan(family, router, experts, shared, beside, whole, mean, tuple(places), options)
+    calls = (*family.calls, *((family.shared, family.shared_gate) if beside else ()))
+    parts = tuple((n, _kind_of(m)) for n, m in block.named_modules() if n and n.split(".")[0] not in calls)
+    return Plan(family, router, experts, shared, beside, whole, mean, tuple(places), parts, options)
 
 
 def _has(root: Any, path: str) -> bool:
@@ -382,25 +386,24 @@ def experts_alone(module: nn.Module, options: Options) -> list[tuple[nn.Module, 
     return [(module, ExpertsAlone, options)]
 
 
-def _silent(block: nn.Module, plan: Plan) -> Iterator[tuple[str, nn.Module]]:
-    """The parts that are not called any more, but for hooks on the router's."""
-    calls = plan.family.calls
-    if plan.beside:
-        calls = (*calls, plan.family.shared, plan.family.shared_gate)
-    for name, part in block.named_modules():
-        if name and name.split(".")[0] not in calls:
-            yield name, part
-
-
 def obstacle(block: nn.Module, plan: Plan) -> str | None:
     """Why a block cannot run as planned now, such as hooks of somebody else's on its parts, or ``None``."""
-    for name, part in _silent(block, plan):
+    if "forward" in vars(block):
+        return "somebody else has replaced its forward"
+    for name, kind in plan.parts:
+        part = at(block, name)
+        if _kind_of(part) is not kind:
+            return f"its part {name!r} has become a {type(part).__name__}"
         hooked = part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks or "forward" in vars(part)
         if hooked or (part._forward_hooks and name != plan.family.gate):
             return f"its part {name!r} has hooks, or a forward of its own, which a layer would not call"
         if (why := _spread(part)) is not None:
             return f"its part {name!r} {why}"
     return None
+
+
+def _kind_of(module: nn.Module) -> type:
+    return module._kind if isinstance(module, Replaced) else type(module)
 
 
 def obstacle_of_experts(module: nn.Module) -> str | None:

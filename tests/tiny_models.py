@@ -50,6 +50,7 @@ SIZES: Mapping[str, Any] = {
     "eos_token_id": None,
 }
 
+_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 _LINEAR = {
     "layer_types": ["linear_attention", "full_attention"],
     "linear_key_head_dim": 8,
@@ -78,24 +79,35 @@ FAMILIES: Mapping[str, Tiny] = {
     "afmoe": Tiny(),
     "aria": Tiny(),
     "axk1": Tiny(),
-    "axk2": Tiny({"n_group": None, "topk_group": None}),
+    "axk2": Tiny({"n_group": None, "topk_group": None, "mlp_layer_types": ["sparse", "sparse"]}),
     "cohere2_moe": Tiny({"shared_expert_combination_strategy": "average", "expert_selection_fn": "sigmoid"}),
     "dbrx": Tiny(
         {
-            "attn_config": {"kv_n_heads": 2, "clip_qkv": 8},
-            "ffn_config": {"hidden_size": HIDDEN, "ffn_hidden_size": 12, "moe_num_experts": EXPERTS, "moe_top_k": TOP_K},
+            "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4},
+            "ffn_config": {
+                "hidden_size": HIDDEN,
+                "ffn_hidden_size": 12,
+                "moe_num_experts": EXPERTS,
+                "moe_top_k": TOP_K,
+            },
         }
     ),
-    "deepseek_ocr2": Tiny({}, "DeepseekOcr2TextConfig", "DeepseekOcr2TextModel"),
+    "deepseek_ocr2": Tiny({"mlp_layer_types": ["sparse", "sparse"]}, "DeepseekOcr2TextConfig", "DeepseekOcr2TextModel"),
     "deepseek_v2": Tiny({"topk_method": "group_limited_greedy"}),
     "deepseek_v3": Tiny(),
     "deepseek_v32": Tiny(),
     "deepseek_v4": Tiny({"mlp_layer_types": ["hash_moe", "moe"]}),
-    "diffusion_gemma": Tiny(),
+    "diffusion_gemma": Tiny(
+        {"layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 8},
+        "DiffusionGemmaTextConfig",
+        "DiffusionGemmaEncoderTextModel",
+    ),
     "dots1": Tiny(),
     "ernie4_5_moe": Tiny(),
     "ernie4_5_vl_moe": Tiny(
-        {"moe_intermediate_size": [12, 8]}, "Ernie4_5_VLMoeTextConfig", "Ernie4_5_VLMoeTextModel"
+        {"moe_intermediate_size": [12, 8], "rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2]}},
+        "Ernie4_5_VLMoeTextConfig",
+        "Ernie4_5_VLMoeTextModel",
     ),
     "exaone_moe": Tiny(),
     "flex_olmo": Tiny(),
@@ -109,9 +121,25 @@ FAMILIES: Mapping[str, Tiny] = {
         "Gemma4TextConfig",
     ),
     "glm4_moe": Tiny(),
-    "glm4_moe_lite": Tiny(),
-    "glm4v_moe": Tiny({}, "Glm4vMoeTextConfig", "Glm4vMoeTextModel"),
-    "glm5_next": Tiny({}, "Glm5NextTextConfig", "Glm5NextTextModel"),
+    "glm4_moe_lite": Tiny({"mlp_layer_types": ["sparse", "sparse"]}),
+    "glm4v_moe": Tiny(
+        {"rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 1.0}},
+        "Glm4vMoeTextConfig",
+        "Glm4vMoeTextModel",
+    ),
+    "glm5_next": Tiny(
+        {
+            "qk_rope_head_dim": 0,
+            "mlp_layer_types": ["sparse", "sparse"],
+            "index_head_dim": 8,
+            "index_n_heads": 2,
+            "layer_types": ["linear_attention", "deepseek_sparse_attention"],
+            "linear_head_dim": 8,
+            "linear_num_heads": 4,
+        },
+        "Glm5NextTextConfig",
+        "Glm5NextTextModel",
+    ),
     "glm_moe_dsa": Tiny(),
     "gpt_oss": Tiny(),
     "granitemoe": Tiny(),
@@ -128,9 +156,12 @@ FAMILIES: Mapping[str, Tiny] = {
     ),
     "granitemoeshared": Tiny(),
     "hunyuan_v1_moe": Tiny(),
-    "hy_v3": Tiny(),
-    "hy_v4": Tiny(),
-    "inkling": Tiny({"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8, "rel_extent": 16}, "InklingTextConfig"),
+    "hy_v3": Tiny({"mlp_layer_types": ["sparse", "sparse"]}),
+    "hy_v4": Tiny({"mlp_layer_types": ["sparse", "sparse"]}),
+    "inkling": Tiny(
+        {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8, "rel_extent": 16},
+        "InklingTextConfig",
+    ),
     "jamba": Tiny(
         {
             "attn_layer_period": 2,
@@ -150,12 +181,12 @@ FAMILIES: Mapping[str, Tiny] = {
             "linear_num_heads": 4,
         }
     ),
-    "laguna": Tiny({"moe_router_logit_softcapping": 2.0}),
+    "laguna": Tiny({"moe_router_logit_softcapping": 2.0, "mlp_layer_types": ["sparse", "sparse"]}),
     "lfm2_moe": Tiny({"layer_types": ["conv", "full_attention"]}),
     "llama4": Tiny({}, "Llama4TextConfig"),
-    "longcat_flash": Tiny({"zero_expert_num": 4}),
+    "longcat_flash": Tiny({"zero_expert_num": 4, "head_dim": 8}),
     "mellum": Tiny(),
-    "mimo_v2_flash": Tiny(),
+    "mimo_v2_flash": Tiny({"mlp_layer_types": ["sparse", "sparse"]}),
     "minimax": Tiny(),
     "minimax_m2": Tiny(),
     "minimax_m3_vl": Tiny({}, "MiniMaxM3VLTextConfig"),
@@ -181,9 +212,29 @@ FAMILIES: Mapping[str, Tiny] = {
     "qwen3_next": Tiny(_LINEAR),
     "qwen3_omni_moe": Tiny({}, "Qwen3OmniMoeTextConfig", "Qwen3OmniMoeThinkerTextModel"),
     "qwen3_vl_moe": Tiny({}, "Qwen3VLMoeTextConfig", "Qwen3VLMoeTextModel"),
-    "qwen4_exp": Tiny(_LINEAR, "Qwen4ExpTextConfig"),
+    "qwen4_exp": Tiny(
+        {
+            **_LINEAR,
+            "indexer_n_heads": 2,
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": 8,
+            "indexer_budget": 16,
+            "indexer_compress_ratio": 4,
+            "hc_lowrank": 8,
+        },
+        "Qwen4ExpTextConfig",
+    ),
     "solar_open": Tiny(),
-    "step3p7": Tiny({}, "Step3p7TextConfig", "Step3p7TextModel"),
+    "step3p7": Tiny(
+        {
+            "sliding_window": 16,
+            "mlp_layer_types": ["sparse", "sparse"],
+            "swiglu_limits": [1.0, 0.0],
+            "swiglu_limits_shared": [1.0, 0.0],
+        },
+        "Step3p7TextConfig",
+        "Step3p7TextModel",
+    ),
 }
 """Families whose blocks `moesaic.hf.replace` takes, by their folder in transformers."""
 
