@@ -437,7 +437,7 @@ def _inputs(block: Any, plan: Plan) -> dict[str, torch.Tensor]:
 
 def _run(block: Any, plan: Plan, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     family, tensors = plan.family, _inputs(block, plan)
-    x = hidden_states.reshape(-1, hidden_states.shape[-1])
+    x = hidden_states.reshape(-1, tensors["gate_weight"].shape[-1])  # some blocks are given all tokens in one row
     noise = at(block, family.jitter) if family.jitter and block.training else None
     if noise:
         x = x * torch.empty_like(x).uniform_(1.0 - noise, 1.0 + noise)

@@ -248,6 +248,8 @@ class Headed(torch.nn.Module):
         self.config = model.config
 
     def forward(self, input_ids: torch.Tensor, **others: Any) -> Any:
+        if type(self.model).__name__ == "Ernie4_5_VLMoeTextModel":  # text and pictures have experts of their own
+            others["moe_mm_token_type_ids"] = input_ids % 2
         states = self.model(input_ids, **others).last_hidden_state
         return _Logits(states @ self.model.get_input_embeddings().weight.mT)
 
@@ -285,7 +287,7 @@ def _sizes(config: Any, options: Mapping[str, Any]) -> dict[str, Any]:
 
 @torch.no_grad()
 def fill(model: torch.nn.Module, seed: int = 3) -> None:
-    """Random numbers where a model starts with equal ones, so that picks have no ties and biases decide some of them."""
+    """Random numbers where a model may start with equal ones: picks have no ties, and biases decide some of them."""
     g = torch.Generator().manual_seed(seed)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         noise = torch.randn(tensor.shape, generator=g)
