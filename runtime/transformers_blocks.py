@@ -309,7 +309,7 @@ class Block(Replaced):
         plan: Plan = getattr(self, _PLAN)
         why = None if torch.compiler.is_compiling() else obstacle(self, plan)
         if why is not None:
-            _say_once(self._kind.__name__, why)
+            say_once(self._kind.__name__, why)
             return self._kind.forward(self, *args, **kwargs)
         if not args:
             args = (kwargs.pop(self._first),)
@@ -330,7 +330,7 @@ class RouterAlone(Replaced):
         plan: Plan = getattr(self, _PLAN)
         why = None if torch.compiler.is_compiling() else obstacle(self, plan)
         if why is not None:
-            _say_once(self._kind.__name__, why)
+            say_once(self._kind.__name__, why)
             return self._kind.forward(self, hidden_states)
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         return plan.family.watched(self, x, _route(self, plan, x, _inputs(self, plan), {}))
@@ -417,12 +417,12 @@ def obstacle_of_experts(module: nn.Module) -> str | None:
 def _spread(module: nn.Module) -> str | None:
     for name, tensor in module._parameters.items():
         if hasattr(tensor, "placements"):
-            return f"has its {name} spread over devices; shard whole blocks or decoder layers instead"
+            return f"has its {name} spread over devices; replace before, and shard whole blocks or decoder layers"
     return None
 
 
 @functools.cache
-def _say_once(kind: str, why: str) -> None:
+def say_once(kind: str, why: str) -> None:
     _log.warning("%s runs as transformers has it: %s", kind, why)
 
 
