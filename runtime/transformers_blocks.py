@@ -54,6 +54,7 @@ _PLAN = "_moesaic_block"
 _FOUND = ("weights", "indices")
 _LEARNED = ("gate_bias", "expert_scale", "router_scale")
 _INNER, _TOKENS = 8, 9  # of the small copy
+_MANY = 2**22  # numbers in a weight: each expert's part of a gradient of all of them would take this memory
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _OUTPUT, _GRADIENT = 2e-4, 1e-3  # of the largest value, in float32
 
@@ -532,7 +533,7 @@ def differs(block: nn.Module, plan: Plan) -> str | None:
 def _difference(block: nn.Module, plan: Plan, seed: int) -> str | None:
     g = torch.Generator().manual_seed(seed)
     small, weights = _narrowed(block, plan, g)
-    hidden = weights[plan.family.weight].shape[1] if plan.experts is None or plan.whole else _hidden(block, plan)
+    hidden = weights[plan.family.weight].shape[1]
     x = torch.randn(_TOKENS, hidden, generator=g)
     x = x if plan.experts is None else x.view(1, _TOKENS, hidden)
     given = dict(plan.family.example(block, _TOKENS, g)) if plan.family.example is not None else {}
@@ -558,24 +559,20 @@ def _difference(block: nn.Module, plan: Plan, seed: int) -> str | None:
     return None
 
 
-def _hidden(block: Any, plan: Plan) -> int:
-    width: int = at(block, plan.family.weight).shape[1]
-    return width
-
-
 def _narrowed(block: nn.Module, plan: Plan, g: torch.Generator) -> tuple[Plan, dict[str, torch.Tensor]]:
     """The plan with narrow experts, and random tensors for all that the block has, by their names there."""
     shapes: dict[str, list[int]] = {}
     experts, shared = plan.experts, plan.shared
-    paths = dict(plan.places)
-    if experts is not None and all(isinstance(p, str) for p in paths.values()):
+    if experts is not None:
         experts = replace(experts, intermediate=_INNER)
         shared = None if shared is None else replace(shared, intermediate=_INNER)
-        moe = MoE(Router(experts.num_experts, 1), experts, shared)
-        for argument in moe.module(DType.F32).entry.arguments:
+        paths = dict(plan.places)
+        for argument in MoE(Router(experts.num_experts, 1), experts, shared).module(DType.F32).entry.arguments:
             path = paths.get(argument.name)
             if isinstance(path, str) and argument.name != "gate_weight":
                 shapes[path] = [d for d in argument.type.shape if isinstance(d, int)]
+        if plan.family.narrow is not None:
+            shapes |= plan.family.narrow(block, _INNER)
     options = replace(plan.options, backend="reference", allow_tf32=False)
     made: dict[str, torch.Tensor] = {}
     for name, tensor in (*block.named_parameters(), *block.named_buffers()):
@@ -595,10 +592,14 @@ def _narrowed(block: nn.Module, plan: Plan, g: torch.Generator) -> tuple[Plan, d
 
 @contextlib.contextmanager
 def _as_it_would_run(block: nn.Module, plan: Plan) -> Iterator[None]:
-    """In evaluation, with the experts' own loop."""
+    """In evaluation, with narrow experts and their own loop."""
     training = [(m, m.training) for m in block.modules()]
     config = getattr(at(block, plan.family.experts), "config", None)
     chosen = getattr(config, "_experts_implementation", None)
+    widths = [(at(block, path.rpartition(".")[0]), path.rpartition(".")[2]) for path in plan.family.widths]
+    were = [getattr(part, name) for part, name in widths]
+    for part, name in widths:
+        setattr(part, name, _INNER)
     block.eval()
     if chosen is not None:
         config._experts_implementation = "eager"
@@ -607,16 +608,19 @@ def _as_it_would_run(block: nn.Module, plan: Plan) -> Iterator[None]:
     finally:
         if chosen is not None:
             config._experts_implementation = chosen
-        for module, was in training:
-            module.training = was
+        for (part, name), was in zip(widths, were, strict=True):
+            setattr(part, name, was)
+        for module, mode in training:
+            module.training = mode
 
 
 def _run_with(
     block: nn.Module, weights: Mapping[str, torch.Tensor], x: torch.Tensor, given: Mapping[str, Any], seed: int
 ) -> dict[str, torch.Tensor]:
-    """Outputs, and gradients of random cotangents."""
+    """Outputs, and gradients of random cotangents: of x, and of all weights but those of many experts."""
     learned = {
-        n: t.clone().requires_grad_() if "bias" not in n and t.is_floating_point() else t for n, t in weights.items()
+        n: t.clone().requires_grad_(t.is_floating_point() and "bias" not in n and t.numel() < _MANY)
+        for n, t in weights.items()
     }
     wanted = {n: t for n, t in learned.items() if t.requires_grad}
     with torch.enable_grad(), torch.autocast("cpu", enabled=False):

@@ -131,7 +131,7 @@ def declared(module: torch.nn.Module) -> Experts | None:
             gating,
             gated=bool(module.has_gate),
             interleaved=not module.is_concatenated,
-            device=down.device,
+            device="cpu" if down.is_meta else down.device,
         ):
             return Experts(
                 experts,

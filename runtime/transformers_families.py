@@ -69,6 +69,9 @@ class Family:
         returns: the block's result, from (block, y [T, H], shape of x, what the router found).
         watched: the result of the router's module, from (block, x, what the router found).
         always: whether `returns` needs what the router found.
+        narrow: the shapes of the experts' parameters for another I, by their names in the block, where `declared` has
+            functions for places.
+        widths: paths of numbers in the block that are I.
         calls: parts that the block's forward still calls, and that may do what they like.
         float32: whether the product that makes logits is one in float32.
         no_autocast: whether it stays so under autocast.
@@ -101,6 +104,8 @@ class Family:
     returns: Callable[[Any, torch.Tensor, torch.Size, Routed | None], Any] | None = None
     watched: Callable[[Any, torch.Tensor, Routed], Any] = lambda block, x, r: tuple(r)
     always: bool = False
+    narrow: Callable[[Any, int], Mapping[str, list[int]]] | None = None
+    widths: tuple[str, ...] = ()
     calls: tuple[str, ...] = ()
     float32: bool = False
     no_autocast: bool = False
@@ -343,6 +348,11 @@ def _dbrx_experts(block: Any) -> tuple[Experts, Mapping[str, Place]]:
     return Experts(*sizes, separate=True, transposed="down"), _DBRX
 
 
+def _dbrx_shapes(block: Any, inner: int) -> Mapping[str, list[int]]:
+    mlp = block.experts.mlp
+    return {f"experts.mlp.{name}": [mlp.moe_num_experts * inner, mlp.hidden_size] for name in ("w1", "v1", "w2")}
+
+
 def _jetmoe_experts(block: Any) -> tuple[Experts, Mapping[str, Place]]:
     experts, wide, hidden = block.input_linear.weight.shape
     places = {"gate_up_proj": "input_linear.weight", "down_proj": "output_linear.weight"}
@@ -368,6 +378,11 @@ _LONGCAT: Mapping[str, Place] = {"gate_up_proj": _without_identities, "down_proj
 
 def _longcat_experts(block: Any) -> tuple[Experts, Mapping[str, Place]]:
     return Experts(*block.experts.down_proj.shape), _LONGCAT
+
+
+def _longcat_shapes(block: Any, inner: int) -> Mapping[str, list[int]]:
+    (rows, _, hidden), experts = block.experts.gate_up_proj.shape, block.experts.num_routed_experts
+    return {"experts.gate_up_proj": [rows, 2 * inner, hidden], "experts.down_proj": [experts, hidden, inner]}
 
 
 def _step3p7_experts(block: Any) -> tuple[Experts, Mapping[str, Place]]:
@@ -460,6 +475,7 @@ TABLE: tuple[Family, ...] = (
     ),
     Family(
         "dbrx", "DbrxFFN", "router", "router.layer.weight", arguments=_dbrx, declared=_dbrx_experts,
+        narrow=_dbrx_shapes, widths=("experts.ffn_hidden_size", "experts.mlp.ffn_hidden_size"),
         jitter="router.moe_jitter_eps", watched=_logits,
     ),
     _deepseek("deepseek_ocr2", "DeepseekOcr2TextMoe", arguments=_two_group_methods, refused=_unknown_method),
@@ -521,7 +537,7 @@ TABLE: tuple[Family, ...] = (
     ),
     Family(
         "longcat_flash", "LongcatFlashMoE", "router", "router.classifier.weight", arguments=_longcat_router,
-        refused=_no_experts_or_bias, declared=_longcat_experts, apart=_always, adds=_identities,
+        refused=_no_experts_or_bias, declared=_longcat_experts, narrow=_longcat_shapes, apart=_always, adds=_identities,
         watched=_longcat, float32=True,
     ),
     _softmax("mellum", "MellumSparseMoeBlock"),
