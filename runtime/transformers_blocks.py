@@ -59,6 +59,10 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _OUTPUT, _GRADIENT = 2e-4, 1e-3  # of the largest value, in float32
 
 
+_FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError, AssertionError)
+"""What a module raises that is not what its family's entry says."""
+
+
 class NotDeclarable(Exception):
     """Why a block cannot be replaced."""
 
@@ -147,8 +151,8 @@ def read(block: nn.Module, family: Family, options: Options) -> Plan:
         raise NotDeclarable(why)
     try:
         return _read(block, family, options)
-    except (MoesaicError, AttributeError) as error:
-        raise NotDeclarable(str(error)) from error
+    except (MoesaicError, *_FAILURES) as error:
+        raise NotDeclarable(f"it is not what the table says of its family: {error}") from error
 
 
 def _read(block: nn.Module, family: Family, options: Options) -> Plan:
@@ -254,6 +258,10 @@ def _shared(block: Any, family: Family) -> tuple[SharedExpert | None, list[tuple
         y: torch.Tensor = torch.func.functional_call(module, weights, (x,))
         return y
 
+    try:
+        between(torch.zeros(1, 16))
+    except _FAILURES:  # it needs more than rows
+        return None, []
     for activation, gating in _shared_candidates(module, gated):
         if computes(between, activation, gating, gated=gated):
             made = SharedExpert(
@@ -524,7 +532,10 @@ def differs(block: nn.Module, plan: Plan) -> str | None:
     """
     found = None
     for seed in (0, 1):  # picks among logits that are equal but for rounding may differ once
-        found = _difference(block, plan, seed)
+        try:
+            found = _difference(block, plan, seed)
+        except _FAILURES as error:
+            return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         if found is None:
             break
     return found

@@ -59,6 +59,8 @@ def test_the_table_has_every_family_with_a_preset() -> None:
     assert {f.name for f in TABLE} == set(PRESETS) == set(tiny_models.FAMILIES)
     assert {module.split(".")[2] for module, _ in LEFT} == {*WITHOUT, "jetmoe"}
     assert len(PRESETS) == 58
+    page = (Path(__file__).resolve().parent.parent / "docs" / "transformers.md").read_text(encoding="utf-8")
+    assert not [name for name in (*PRESETS, *WITHOUT) if name not in page]
 
 
 def pair(family: str, **options: Any) -> tuple[Any, Any, mo.hf.Report]:
