@@ -114,7 +114,11 @@ class Report:
         return [b.name for b in self.blocks if not b.replaced]
 
     def restore(self) -> None:
-        """Makes all of them what they were before."""
+        """Makes all of them what they were before.
+
+        Raises:
+            InputError: one has been given another class since, as sharding does.
+        """
         for module in self._modules:
             blocks.remove(module)
         self._modules.clear()
@@ -215,7 +219,7 @@ class _Replacing:
         kind, family = type(module), FAMILIES[_key(module)]
         try:
             plan = blocks.read(module, family, self.options)
-            why = blocks.obstacle(module, plan)
+            why, _ = blocks.ready(module, plan)
             if why is None and self.check:
                 if (kind, plan) not in self.compared:
                     self.compared[kind, plan] = blocks.differs(module, plan)

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 from moesaic.ir.declare import Router
-from moesaic.ir.errors import MoesaicError
+from moesaic.ir.errors import InputError, MoesaicError
 from moesaic.ir.experts import ACTIVATIONS, Experts, Gating
 from moesaic.ir.moe import MoE, SharedExpert
 from moesaic.ir.presets import PRESETS
@@ -53,6 +53,7 @@ _log = logging.getLogger("moesaic.hf")
 _PLAN = "_moesaic_block"
 _FOUND = ("weights", "indices")
 _LEARNED = ("gate_bias", "expert_scale", "router_scale")
+_SMALL = ("bias", *_LEARNED)
 _INNER, _TOKENS = 8, 9  # of the small copy
 _MANY = 2**22  # numbers in a weight: each expert's part of a gradient of all of them would take this memory
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -92,6 +93,7 @@ class Plan:
         options: how the layers are compiled.
         layers: ``moe`` gives y, ``told`` also what the router found; ``route`` and ``experts`` are for where they are
             apart.
+        read, watched: `places` and `parts`, with paths taken apart.
     """
 
     family: Family
@@ -105,6 +107,8 @@ class Plan:
     parts: tuple[tuple[str, type], ...]
     options: Options
     layers: Mapping[str, Any] = field(init=False, repr=False, compare=False)
+    read: tuple[tuple[str, Any], ...] = field(init=False, repr=False, compare=False)
+    watched: tuple[tuple[tuple[str, ...], str, type], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         options = vars(self.options)
@@ -118,6 +122,9 @@ class Plan:
             made["moe"] = compile(moe, **options)
             made["told"] = compile(replace(moe, outputs=("hidden", "logits", *_FOUND)), **options)
         object.__setattr__(self, "layers", made)
+        read = tuple((n, tuple(p.split(".")) if isinstance(p, str) else p) for n, p in self.places)
+        object.__setattr__(self, "read", read)
+        object.__setattr__(self, "watched", tuple((tuple(n.split(".")), n, kind) for n, kind in self.parts))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Plan, tuple(getattr(self, f.name) for f in fields(self) if f.init)
@@ -316,13 +323,13 @@ class Block(Replaced):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         plan: Plan = getattr(self, _PLAN)
-        why = None if torch.compiler.is_compiling() else obstacle(self, plan)
+        why, tensors = ready(self, plan)
         if why is not None:
             say_once(self._kind.__name__, why)
             return self._kind.forward(self, *args, **kwargs)
         if not args:
             args = (kwargs.pop(self._first),)
-        return _run(self, plan, *args, **kwargs)
+        return _run(self, plan, tensors, *args, **kwargs)
 
 
 class Gate(Replaced):
@@ -337,12 +344,12 @@ class RouterAlone(Replaced):
 
     def forward(self, hidden_states: torch.Tensor) -> Any:
         plan: Plan = getattr(self, _PLAN)
-        why = None if torch.compiler.is_compiling() else obstacle(self, plan)
+        why, tensors = ready(self, plan)
         if why is not None:
             say_once(self._kind.__name__, why)
             return self._kind.forward(self, hidden_states)
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
-        return plan.family.watched(self, x, _route(self, plan, x, _inputs(self, plan), {}))
+        return plan.family.watched(self, x, _route(self, plan, x, tensors, {}))
 
 
 class ExpertsAlone(Replaced):
@@ -376,8 +383,14 @@ def install(module: nn.Module, base: type, plan: Any) -> None:
 
 
 def remove(module: nn.Module) -> None:
-    """Makes a module what it was; nothing happens if it is that."""
+    """Makes a module what it was; nothing happens if it is that.
+
+    Raises:
+        InputError: somebody else has given it another class since.
+    """
     if isinstance(module, Replaced):
+        if type(module).__mro__[1] not in _BASES:
+            raise InputError(f"{module._kind.__name__} is a {type(module).__name__} by now; restore before sharding it")
         module.__class__ = module._kind
         vars(module).pop(_PLAN, None)
 
@@ -395,19 +408,39 @@ def experts_alone(module: nn.Module, options: Options) -> list[tuple[nn.Module, 
     return [(module, ExpertsAlone, options)]
 
 
-def obstacle(block: nn.Module, plan: Plan) -> str | None:
-    """Why a block cannot run as planned now, such as hooks of somebody else's on its parts, or ``None``."""
-    if "forward" in vars(block):
+def ready(block: nn.Module, plan: Plan) -> tuple[str | None, dict[str, torch.Tensor]]:
+    """Why a block cannot run as planned now, or ``None`` and what its layers are called with, beside x.
+
+    Under torch.compile nothing is looked for.
+    """
+    if torch.compiler.is_compiling():
+        return None, inputs(block, plan)
+    if (why := _obstacle(block, plan)) is not None:
+        return why, {}
+    tensors = inputs(block, plan)
+    spread = next((name for name, tensor in tensors.items() if hasattr(tensor, "placements")), None)
+    return (None, tensors) if spread is None else (f"its {spread} {_SPREAD}", {})
+
+
+def _obstacle(block: nn.Module, plan: Plan) -> str | None:
+    """What of a block's parts others have an interest in, or ``None``."""
+    if plan.experts is not None and "forward" in block.__dict__:
         return "somebody else has replaced its forward"
-    for name, kind in plan.parts:
-        part = at(block, name)
-        if _kind_of(part) is not kind:
+    for path, name, kind in plan.watched:
+        part: Any = block
+        for step in path:
+            part = part._modules.get(step)
+        if type(part) is not kind and _kind_of(part) is not kind:
             return f"its part {name!r} has become a {type(part).__name__}"
-        hooked = part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks or "forward" in vars(part)
-        if hooked or (part._forward_hooks and name != plan.family.gate):
+        held = part.__dict__
+        if (
+            held["_forward_pre_hooks"]
+            or held["_backward_hooks"]
+            or held["_backward_pre_hooks"]
+            or (held["_forward_hooks"] and name != plan.family.gate)
+            or "forward" in held
+        ):
             return f"its part {name!r} has hooks, or a forward of its own, which a layer would not call"
-        if (why := _spread(part)) is not None:
-            return f"its part {name!r} {why}"
     return None
 
 
@@ -419,15 +452,13 @@ def obstacle_of_experts(module: nn.Module) -> str | None:
     """Why a module of experts cannot run alone, or ``None``."""
     for name, tensor in parameters_of(module).items():
         if tensor.dtype not in _DTYPES:
-            return f"{name} is {tensor.dtype}; layers take float32, bfloat16 and float16"
-    return _spread(module)
-
-
-def _spread(module: nn.Module) -> str | None:
-    for name, tensor in module._parameters.items():
+            return f"its {name} is {tensor.dtype}; layers take float32, bfloat16 and float16"
         if hasattr(tensor, "placements"):
-            return f"has its {name} spread over devices; replace before, and shard whole blocks or decoder layers"
+            return f"its {name} {_SPREAD}"
     return None
+
+
+_SPREAD = "is spread over devices; replace before, and shard whole blocks or decoder layers"
 
 
 @functools.cache
@@ -435,17 +466,36 @@ def say_once(kind: str, why: str) -> None:
     _log.warning("%s runs as transformers has it: %s", kind, why)
 
 
-def _inputs(block: Any, plan: Plan) -> dict[str, torch.Tensor]:
-    tensors = {name: _tensor(block, place) for name, place in plan.places}
-    for name in (n for n in ("bias", *_LEARNED) if n in tensors):
-        tensors[name] = tensors[name].float().reshape(() if name == "router_scale" else -1)
-    if "bias" in tensors:  # shared experts are columns of logits, too, and never picked
-        tensors["bias"] = nn.functional.pad(tensors["bias"].detach(), (0, plan.router.shared_experts))
+def inputs(block: Any, plan: Plan) -> dict[str, torch.Tensor]:
+    """What the layers are called with, beside x."""
+    tensors = {name: _held(block, place) if isinstance(place, tuple) else place(block) for name, place in plan.read}
+    for name in _SMALL:
+        if (tensor := tensors.get(name)) is not None:
+            shape = () if name == "router_scale" else (-1,)
+            tensors[name] = tensor.float() if tensor.dim() == len(shape) else tensor.float().reshape(shape)
+    if "bias" in tensors:
+        bias = tensors["bias"].detach()
+        columns = plan.router.shared_experts  # shared experts are columns of logits, too, and never picked
+        tensors["bias"] = nn.functional.pad(bias, (0, columns)) if columns else bias
     return tensors
 
 
-def _run(block: Any, plan: Plan, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    family, tensors = plan.family, _inputs(block, plan)
+def _held(block: Any, path: tuple[str, ...]) -> torch.Tensor:
+    """A parameter or a buffer, without what attributes of modules cost."""
+    part = block
+    for step in path[:-1]:
+        part = part._modules[step]
+    tensor = part._parameters.get(path[-1])
+    if tensor is None:
+        tensor = part._buffers.get(path[-1])
+    made: torch.Tensor = tensor if tensor is not None else getattr(part, path[-1])
+    return made
+
+
+def _run(
+    block: Any, plan: Plan, tensors: dict[str, torch.Tensor], hidden_states: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    family = plan.family
     x = hidden_states.reshape(-1, tensors["gate_weight"].shape[-1])  # some blocks are given all tokens in one row
     noise = at(block, family.jitter) if family.jitter and block.training else None
     if noise:
@@ -475,8 +525,7 @@ def _computed(
     """y [T, H], and what the router found if that is asked for or comes along."""
     family = plan.family
     autocast = torch.is_autocast_enabled(x.device.type)
-    learned = ("bias", *_LEARNED)
-    alike = autocast or all(t.dtype == x.dtype for n, t in tensors.items() if n not in learned)
+    alike = autocast or all(t.dtype == x.dtype for n, t in tensors.items() if n not in _SMALL)
     if plan.whole and alike and not (autocast and family.no_autocast):
         if plan.beside:
             given["residual"] = _beside(block, family, x).to(x.dtype)
@@ -486,7 +535,7 @@ def _computed(
         return result.hidden, Routed(result.logits, result.weights, result.indices.long())
     found = _route(block, plan, x, tensors, given)
     weights = found.weights[:, : plan.router.top_k] if plan.router.shared_experts else found.weights
-    matrices = {n: t for n, t in tensors.items() if n not in (*learned, "gate_weight") and not n.startswith("shared_")}
+    matrices = {n: t for n, t in tensors.items() if n not in (*_SMALL, "gate_weight") and not n.startswith("shared_")}
     into = x if family.into is None else family.into(block, x)
     y = plan.layers["experts"](into, found.indices, weights.contiguous(), **matrices)
     if family.out_of is not None:
@@ -509,7 +558,7 @@ def _route(
             logits = linear(into.float(), weight.float())
     else:
         logits = linear(into.to(weight.dtype), weight)
-    learned = {n: tensors[n] for n in ("bias", *_LEARNED) if n in tensors}
+    learned = {n: tensors[n] for n in _SMALL if n in tensors}
     weights, indices = plan.layers["route"](logits, **learned, **given)[:2]
     return Routed(logits.float(), weights, indices.long())
 

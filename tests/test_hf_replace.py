@@ -283,6 +283,49 @@ def test_what_has_no_meaning_is_refused() -> None:
     assert "no sparse module" in str(mo.hf.replace(torch.nn.Linear(1, 1)))
 
 
+def _sharded(rank: int, store: str) -> None:
+    """Runs in a process of its own."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=1)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+    theirs = tiny_models.build("qwen2_moe")
+    theirs(tokens()).logits.square().mean().backward()
+    for sharded in ("", "mlp", "mlp.experts"):
+        ours = copy.deepcopy(theirs)
+        ours.zero_grad()
+        report = mo.hf.replace(ours, check=False)
+        plans = [layer.mlp._moesaic_block for layer in ours.model.layers]
+        for layer in ours.model.layers:
+            fully_shard(layer.get_submodule(sharded), mesh=mesh)
+        fully_shard(ours, mesh=mesh)
+        assert_alike(ours, theirs)
+        ours(tokens()).logits.square().mean().backward()
+        for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(a.grad.full_tensor(), b.grad, rtol=1e-3, atol=1e-5)
+        # Experts that are sharded on their own are called as they are.
+        assert all((p.layers["moe"].backend == "auto") == (sharded == "mlp.experts") for p in plans)
+        if sharded == "mlp":
+            with pytest.raises(InputError, match="restore before sharding"):
+                report.restore()
+    assert "spread over devices" in str(mo.hf.replace(_sharded_block(theirs, mesh)))
+    dist.destroy_process_group()
+
+
+def _sharded_block(model: Any, mesh: Any) -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    made = copy.deepcopy(model)
+    fully_shard(made, mesh=mesh)
+    return made
+
+
+def test_sharded(tmp_path: Path) -> None:
+    torch.multiprocessing.start_processes(_sharded, args=(str(tmp_path / "store"),), nprocs=1, start_method="fork")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "family", [*SOME, "mixtral", "deepseek_v4", "ernie4_5_moe", "inkling", "nemotron_h", "step3p7"]
