@@ -22,6 +22,11 @@ FAMILIES = {
 """What makes the text of a launch, by its template."""
 
 
+def generate_kernel(op: Kernel) -> GeneratedKernel:
+    """The kernel of one ``launch.kernel``, as it is configured."""
+    return FAMILIES[op.template](op)
+
+
 def generate_kernels(function: Function) -> list[GeneratedKernel]:
     """One kernel for each ``launch.kernel`` of the function, in order."""
-    return [FAMILIES[op.template](op) for op in function.body.ops if isinstance(op, Kernel)]
+    return [generate_kernel(op) for op in function.body.ops if isinstance(op, Kernel)]

@@ -184,6 +184,23 @@ COMPILE_JOBS = _declare_count(
     "compiles that may run at once on this host, over all processes of a user",
     default_text="as many as cores and free memory allow",
 )
+AUTOTUNE = _declare_choice(
+    "MOESAIC_AUTOTUNE",
+    ("0", "1", "force", "off"),
+    "0",
+    "0 uses what was tuned before; 1 also tunes a layer's kernels in the first call on a GPU that finds nothing, force "
+    "even where something is found; off leaves all choices to the built-in rule",
+)
+AUTOTUNE_BUDGET = _declare_count(
+    "MOESAIC_AUTOTUNE_BUDGET",
+    "seconds that tuning may take in one call",
+    default_text="30",
+)
+TUNE_WORKERS = _declare_count(
+    "MOESAIC_TUNE_WORKERS",
+    "processes that compile candidates side by side while tuning",
+    default_text="one a core, up to 8",
+)
 BACKEND = _declare_choice(
     "MOESAIC_BACKEND",
     ("auto", "cuda", "emulate", "reference"),

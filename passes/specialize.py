@@ -7,9 +7,9 @@ selecting gives the same picks. What it decides is how the work is spread.
 from __future__ import annotations
 
 import math as python_math
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 from moesaic.ir.core import Block, BlockArgument, Module, Value
 from moesaic.ir.errors import UnsupportedError, UsageError, suggestion
@@ -85,6 +85,8 @@ class Specialize(Pass):
         tokens: few or many: few tokens fill a GPU only if many lanes share one.
         alignment: bytes each input of the first function is known to be aligned to (its address and its row stride);
             an input without an entry has 16.
+        points: what was found to be fast for single kernels, in place of the rule, as ``kernel:name=value:...``; see
+            ``space.py`` for the names. An override above goes before it.
     """
 
     name: ClassVar[str] = "specialize"
@@ -102,6 +104,7 @@ class Specialize(Pass):
     allow_tf32: bool = False
     tokens: str = "many"
     alignment: tuple[int, ...] = ()
+    points: tuple[str, ...] = ()
 
     def run(self, module: Module, context: PassContext) -> bool:
         for option, known in _CHOICES.items():
@@ -115,18 +118,42 @@ class Specialize(Pass):
             raise UsageError(f"specialize: listed must be a power of two, found {self.listed}")
         if self.threads % 32 or not 0 <= self.threads <= 1024:
             raise UsageError(f"specialize: threads must be a multiple of 32, at most 1024, found {self.threads}")
+        points = dict(map(parse_point, self.points))
         for function in module.functions:
             given = self.alignment if function is module.entry else ()
             aligned: dict[Value, int] = dict(zip(function.arguments, given, strict=False))
             for op in function.body.ops:
                 if isinstance(op, Kernel):
-                    config = self._config(op, aligned)
-                    op.attributes["config"] = ("target=" + self.target, *(f"{k}={v}" for k, v in config.items()))
+                    self.configure(op, aligned, points.get(op.symbol, {}))
         return True
 
-    def _config(self, op: Kernel, aligned: dict[Value, int]) -> dict[str, str]:
+    @property
+    def overrides(self) -> bool:
+        """Whether an option takes a choice out of the rule's hands."""
+        plain = Specialize()
+        names = ("lanes", "threads", "select", "listed", "prefetch", "resident", "tile", "points")
+        return any(getattr(self, n) != getattr(plain, n) for n in names)
+
+    def configure(self, op: Kernel, aligned: Mapping[Value, int], point: Mapping[str, str]) -> None:
+        """Writes the configuration of a kernel into it."""
+        config = self.config(op, aligned, point)
+        op.attributes["config"] = ("target=" + self.target, *(f"{k}={v}" for k, v in config.items()))
+
+    def config(self, op: Kernel, aligned: Mapping[Value, int], point: Mapping[str, str]) -> dict[str, str]:
+        """The configuration of a kernel: that of the rule, but for the choices of a point of its space.
+
+        Args:
+            op: the kernel.
+            aligned: bytes that inputs are known to be aligned to.
+            point: choices by name; those that it lacks are the rule's.
+
+        Raises:
+            UsageError, UnsupportedError: the kernel cannot be configured like that; says why.
+        """
         if op.template == "row_program":
-            return self._row_program(op, aligned)
+            typed: dict[str, Any] = {n: int(v) if v.isdigit() else v for n, v in point.items()}
+            free = {n: v for n, v in typed.items() if not getattr(self, n)}
+            return replace(self, points=(), **free)._row_program(op, aligned)
         if op.template == "col_finish":
             return {"threads": "1024"}
         if op.template.startswith("dispatch_"):
@@ -139,10 +166,10 @@ class Specialize(Pass):
             whole = all(aligned.get(v, 16) >= 16 and _row_bytes(v) % 16 == 0 for v in rows)
             hopper = self.target == "sm_90a" and whole
             shape = product_shape(op.region, tile=self.tile, hopper=hopper, allow_tf32=self.allow_tf32)
-            return {**shape.config(), **alignment}
-        return {"threads": "256", **alignment}
+            return {**shape.config(), **point, **alignment}
+        return {"threads": point.get("threads", "256"), **alignment}
 
-    def _row_program(self, op: Kernel, aligned: dict[Value, int]) -> dict[str, str]:
+    def _row_program(self, op: Kernel, aligned: Mapping[Value, int]) -> dict[str, str]:
         assert op.region is not None
         layouts = infer_layouts(op.region)
         experts = experts_columns(layouts)
@@ -240,6 +267,24 @@ class Specialize(Pass):
             **select,
             "alignment": ",".join(map(str, alignment)),
         }
+
+
+def point_text(symbol: str, point: Mapping[str, str]) -> str:
+    """A point as an element of the option `points`."""
+    return ":".join((symbol, *(f"{name}={value}" for name, value in point.items())))
+
+
+def parse_point(text: str) -> tuple[str, dict[str, str]]:
+    """The kernel and the choices that an element of the option `points` names.
+
+    Raises:
+        UsageError: it is not written like one.
+    """
+    symbol, *choices = text.split(":")
+    pairs = [c.partition("=") for c in choices]
+    if not symbol or not pairs or not all(name and value for name, _, value in pairs):
+        raise UsageError(f"specialize: points are written kernel:name=value:..., found {text!r}")
+    return symbol, {name: value for name, _, value in pairs}
 
 
 def _row_alignment(value: Value) -> int:

@@ -46,6 +46,8 @@ BACKENDS = ("auto", "cuda", "emulate", "reference")
 _TOKENS = symbol("T")
 _is_compiling = torch.compiler.is_compiling
 
+_cuda = RUNNERS["cuda"]
+
 _DTYPES = {t: d for d, t in TORCH_DTYPES.items()}
 
 
@@ -351,7 +353,7 @@ class CompiledLayer:
         """
         if not _is_compiling():  # which torch.compile knows to be false
             native = self._native
-            if native is not None:
+            if native is not None and _cuda.session is None:
                 result = native(args, inputs)
                 if result is not None:
                     self._ran, self._last = self._native_backend, args[0].dtype

@@ -14,22 +14,28 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from moesaic.codegen import nvrtc
 from moesaic.codegen.kernel import Argument, GeneratedKernel, TensorMap
 from moesaic.codegen.target import Target
+from moesaic.ir import environment
 from moesaic.ir.core import Function
 from moesaic.ir.errors import InputError, InternalError
 from moesaic.ir.types import TensorType
-from moesaic.runtime import driver, launcher, reproducer
+from moesaic.runtime import driver, launcher, reproducer, token_buckets
 from moesaic.runtime.kernels import compiled_kernel, source_of
 from moesaic.runtime.locks import KeyedLocks
 from moesaic.runtime.plan import LaunchPlan
 from moesaic.runtime.program import FEW_TOKENS, Executable, Program
 from moesaic.runtime.reference import TORCH_DTYPES
+from moesaic.runtime.tuning.lookup import points_for, tunables
+from moesaic.runtime.tuning.tables import Card, Tables
+
+if TYPE_CHECKING:
+    from moesaic.runtime.tuning.autotune import Session
 
 _log = logging.getLogger("moesaic.launch")
 
@@ -65,7 +71,7 @@ def usual_alignments(function: Function) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _tokens(inputs: Sequence[torch.Tensor]) -> int:
+def tokens_of(inputs: Sequence[torch.Tensor]) -> int:
     """T: the rows of the first input that has rows; no other comes before those of tokens."""
     for tensor in inputs:
         if tensor.dim() == 2:
@@ -363,31 +369,43 @@ class _Step:
 class Runner:
     """Executes programs for one backend. Subclasses say how kernels are loaded and what memory looks like.
 
-    Kernels come in two buckets of T, for few tokens and for many, which differ in speed only: few spread a token over
-    more lanes, or a GPU would stand half empty. Two buckets also bound how often a layer is compiled.
+    Kernels come in buckets of T, which differ in speed only: few tokens are spread over more lanes each, or a GPU would
+    stand half empty. Buckets also bound how often a layer is compiled: those that the rule, and what was tuned,
+    configure alike share their kernels.
     """
 
     few_tokens = FEW_TOKENS
-    """Up to so many tokens are few."""
+    """Up to so many tokens are few; see ``token_buckets.py``."""
+
+    session: Session | None = None
+    """What tunes every function that runs now; see ``tuning/autotune.py``."""
+
+    tables: Tables | None = None
+    """What was tuned; None: what the backend finds for the device."""
 
     def __init__(self) -> None:
         self._prepared: dict[tuple[Any, ...], Prepared] = {}
+        self._distinct: dict[tuple[Any, ...], Prepared] = {}
         self._preparing = KeyedLocks()
 
     def run(
         self, program: Program, kind: str, cotangents: tuple[str, ...], inputs: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
         """Runs ``forward``, ``training`` or ``backward`` of a program; gives the function's results in order."""
+        if self.session is not None:
+            self.session.first(self, program, kind, cotangents, inputs)
         table = self.table(program, kind, cotangents)
         if table is not None:
             results: list[torch.Tensor] | None = table(inputs)
             if results is not None:
                 return results
         index = inputs[0].get_device()
-        bucket = "few" if _tokens(inputs) <= self.few_tokens else "many"
+        bucket = token_buckets.number_of(tokens_of(inputs), self.few_tokens)
         key = (program.key, kind, cotangents, index, bucket, alignments(inputs))
         prepared = self._prepared.get(key)
         if prepared is None:
+            self.check_may_compile()
+            self.tune_first(program, kind, cotangents, inputs)
             prepared = self._prepare(key, program, inputs[0].device)
         if table is not None:
             self.add_native(table, key, prepared)
@@ -407,7 +425,7 @@ class Runner:
                 wanted.append(("backward", program.float_results, function))
         index = -1 if device.index is None else device.index
         for kind, cotangents, function in wanted:
-            for bucket in ("few", "many"):
+            for bucket in range(token_buckets.COUNT):
                 key = (program.key, kind, cotangents, index, bucket, usual_alignments(function))
                 prepared = self._prepare(key, program, device)
                 table = self.table(program, kind, cotangents)
@@ -422,27 +440,70 @@ class Runner:
         with self._preparing.holding(key):  # other layers may compile at the same time
             if key not in self._prepared:
                 self.check_may_compile()
-                _, kind, cotangents, _, bucket, aligned = key
-                target = self.target(device).name
-                with reproducer.kept(str(program.module), program.pipeline(kind), self.again(target)):
-                    executable = program.executable(kind, target, aligned, cotangents, bucket)
-                    loaded = [self.load(k, device) for k in executable.kernels]
-                self._prepared[key] = Prepared(executable, loaded, self, device)
-                _log.info(
-                    "@%s, %s for %s tokens on %s: %s",
-                    program.function.name,
-                    kind,
-                    bucket,
-                    device,
-                    ", ".join(f"{k.symbol} ({k.threads} threads, grid {k.grid})" for k in executable.kernels),
-                )
+                _, kind, cotangents, index, bucket, aligned = key
+                target, rule = self.target(device), token_buckets.rule(bucket)
+                points = self._points(program, kind, cotangents, bucket, aligned, device)
+                distinct = (program.key, kind, cotangents, index, aligned, rule, points)
+                with self._preparing.holding(distinct):
+                    if distinct not in self._distinct:
+                        with reproducer.kept(str(program.module), program.pipeline(kind), self.again(target.name)):
+                            executable = program.executable(kind, target.name, aligned, cotangents, rule, points)
+                            loaded = [self.load(k, device) for k in executable.kernels]
+                        self._distinct[distinct] = Prepared(executable, loaded, self, device)
+                        _log.info(
+                            "@%s, %s for %s tokens on %s: %s",
+                            program.function.name,
+                            kind,
+                            token_buckets.label(bucket, self.few_tokens),
+                            device,
+                            ", ".join(f"{k.symbol} ({k.threads} threads, grid {k.grid})" for k in executable.kernels),
+                        )
+                self._prepared[key] = self._distinct[distinct]
             return self._prepared[key]
+
+    def _points(
+        self,
+        program: Program,
+        kind: str,
+        cotangents: tuple[str, ...],
+        bucket: int,
+        aligned: tuple[int, ...],
+        device: torch.device,
+    ) -> tuple[str, ...]:
+        """What was tuned for the kernels of a function, in a bucket of T."""
+        tables = None if environment.AUTOTUNE.get() == "off" else self.tables_of(device)
+        if tables is None:
+            return ()
+        target = self.target(device)
+        specialize = program.specialize(target.name, aligned, token_buckets.rule(bucket))
+        if specialize.overrides:
+            return ()
+        label = token_buckets.label(bucket, self.few_tokens)
+        found = tunables(program.planned(kind, cotangents), specialize, target, aligned, label)
+        return points_for(found, tables.find)
+
+    def prepare_again(self, program: Program) -> None:
+        """Has the calls of a program choose their kernels anew, by what has been tuned meanwhile.
+
+        What they ran before stays loaded: a CUDA graph may hold it.
+        """
+        for key in [k for k in self._prepared if k[0] == program.key]:
+            del self._prepared[key]
 
     # What a backend supplies.
 
     def again(self, target: str) -> str:
         """The command that does once more, given a file with IR, what failed here."""
         raise NotImplementedError
+
+    def tables_of(self, device: torch.device) -> Tables | None:
+        """What was tuned for a device."""
+        return self.tables
+
+    def tune_first(
+        self, program: Program, kind: str, cotangents: tuple[str, ...], inputs: Sequence[torch.Tensor]
+    ) -> None:
+        """Tunes a function before its first call in a bucket of T, where the environment asks for it."""
 
     def target(self, device: torch.device) -> Target:
         raise NotImplementedError
@@ -478,6 +539,7 @@ class CudaRunner(Runner):
     def __init__(self) -> None:
         super().__init__()
         self._tables: dict[tuple[str, str, tuple[str, ...], int], Any] = {}
+        self._tuned: dict[Card, Tables] = {}
         self._native: set[tuple[Any, tuple[Any, ...]]] = set()
 
     def again(self, target: str) -> str:
@@ -489,8 +551,34 @@ class CudaRunner(Runner):
         if found is None:
             native = launcher.module()
             if native is not None:
-                found = self._tables.setdefault(key, native.Table(self.few_tokens))
+                edges = token_buckets.edges(self.few_tokens)
+                found = self._tables.setdefault(key, native.Table(edges))
         return found
+
+    def prepare_again(self, program: Program) -> None:
+        super().prepare_again(program)
+        for key in [k for k in self._tables if k[0] == program.key]:
+            self._tables[key].clear()
+        self._native = {(table, key) for table, key in self._native if key[0] != program.key}
+
+    def tables_of(self, device: torch.device) -> Tables | None:
+        if self.tables is not None:
+            return self.tables
+        found = driver.device(self.place(device).index)
+        card = Card(found.target.name, found.sm_count, found.name)
+        tables = self._tuned.get(card)
+        if tables is None:
+            tables = self._tuned[card] = Tables(card)
+        return tables
+
+    def tune_first(
+        self, program: Program, kind: str, cotangents: tuple[str, ...], inputs: Sequence[torch.Tensor]
+    ) -> None:
+        mode = environment.AUTOTUNE.get()
+        if mode in ("1", "force"):
+            from moesaic.runtime.tuning.autotune import tune_call  # which is made of runners
+
+            tune_call(self, program, kind, cotangents, inputs, force=mode == "force")
 
     def add_native(self, table: Any, key: tuple[Any, ...], prepared: Prepared) -> None:
         with self._preparing.holding(key):
@@ -500,7 +588,7 @@ class CudaRunner(Runner):
             native = launcher.module()
             assert native is not None
             plan = prepared.native(native, self.native_points(index))
-            table.add(index, bucket == "few", aligned, plan)
+            table.add(index, bucket, aligned, plan)
             self._native.add((table, key))
 
     def native_points(self, index: int) -> tuple[int, ...]:

@@ -62,7 +62,7 @@ class Program:
         self._lock = threading.RLock()
         self._lowered: dict[str, Lowered] = {}
         self._differentiable: dict[tuple[str, ...], frozenset[str]] = {}
-        self._executables: dict[tuple[str, str, str, tuple[int, ...], str], Executable] = {}
+        self._executables: dict[tuple[str, str, str, tuple[int, ...], str, tuple[str, ...]], Executable] = {}
         self._overrides: dict[str, Pass] = {p.name: p for p in parse_pipeline(passes)}
 
     @property
@@ -175,35 +175,44 @@ class Program:
         alignment: tuple[int, ...],
         cotangents: tuple[str, ...] = (),
         tokens: str = "many",
+        points: tuple[str, ...] = (),
     ) -> Executable:
         """Plan and kernel text of ``forward``, ``training`` (its forward function) or ``backward``.
 
-        `tokens` is the bucket of T, ``few`` or ``many``.
+        `tokens` is what the rule knows of T, ``few`` or ``many``; `points` are choices in its place, see `Specialize`.
         """
-        key = (kind, ",".join(cotangents), target, alignment, tokens)
+        key = (kind, ",".join(cotangents), target, alignment, tokens, points)
         found = self._executables.get(key)
         if found is not None:
             return found
         with self._lock:
             if key not in self._executables:
-                self._executables[key] = self._specialize(kind, target, alignment, cotangents, tokens)
+                specialize = self.specialize(target, alignment, tokens)
+                if points:
+                    specialize = replace(specialize, points=points)
+                self._executables[key] = self._specialized(self.planned(kind, cotangents), specialize)
             return self._executables[key]
 
-    def _specialize(
-        self, kind: str, target: str, alignment: tuple[int, ...], cotangents: tuple[str, ...], tokens: str
-    ) -> Executable:
-        if kind == "backward":
-            function = self.backward_function(cotangents)
-            if function is None:
-                raise InternalError(f"@{self.function.name} has no backward function")
-        else:
-            function = self.forward_function(training=kind == "training")
-        module = Module([function.clone()])
+    def planned(self, kind: str, cotangents: tuple[str, ...] = ()) -> Function:
+        """The planned function of a kind."""
+        if kind != "backward":
+            return self.forward_function(training=kind == "training")
+        function = self.backward_function(cotangents)
+        if function is None:
+            raise InternalError(f"@{self.function.name} has no backward function")
+        return function
+
+    def specialize(self, target: str, alignment: tuple[int, ...], tokens: str) -> Specialize:
+        """The pass that configures kernels, with the options that this program was made with."""
         chosen = self._overrides.get("specialize", Specialize())
         assert isinstance(chosen, Specialize)
-        PassManager([replace(chosen, target=target, alignment=alignment, tokens=tokens)]).run(module)
+        return replace(chosen, target=target, alignment=alignment, tokens=tokens)
+
+    def _specialized(self, function: Function, specialize: Specialize) -> Executable:
+        module = Module([function.clone()])
+        PassManager([specialize]).run(module)
         kernels = generate_kernels(module.entry)
-        return Executable(build_plan(module.entry, kernels), target, tuple(kernels), module)
+        return Executable(build_plan(module.entry, kernels), specialize.target, tuple(kernels), module)
 
 
 @functools.cache

@@ -296,10 +296,10 @@ def test_slots_grids_and_every_kind_of_argument(native: Any) -> None:
     for kernel in loaded:
         kernel.most_blocks = 7
     prepared = execute.Prepared(SimpleNamespace(plan=plan), loaded, RUNNER, torch.device("cpu"))  # type: ignore[arg-type]
-    table = native.Table(1000)
+    table = native.Table((62, 1000, 4000))
     for tokens_now, sequences in ((0, 1), (1, 1), (4, 2), (5, 5), (29, 1), (31, 9), (0, 0)):
         inputs = [torch.randn(6), torch.randn(tokens_now, 9)[:, :6], torch.empty(sequences, 0)]
-        table.add(-1, True, execute.alignments(inputs), prepared.native(native, RUNNER.native_points(-1)))
+        table.add(-1, 0, execute.alignments(inputs), prepared.native(native, RUNNER.native_points(-1)))
         results = table(inputs)
         assert results[3] is inputs[1]
         natively = seen([*inputs, *results[:3]], ()), shapes(results)
@@ -370,8 +370,8 @@ def _map(operand: int, *sizes: int, element: str = "bf16") -> Argument:
 
 
 def _table(native: Any, prepared: execute.Prepared, inputs: Sequence[torch.Tensor]) -> Any:
-    table = native.Table(1000)
-    table.add(-1, True, execute.alignments(inputs), prepared.native(native, RUNNER.native_points(-1)))
+    table = native.Table((62, 1000, 4000))
+    table.add(-1, 0, execute.alignments(inputs), prepared.native(native, RUNNER.native_points(-1)))
     return table
 
 
@@ -747,7 +747,7 @@ def test_types_go_when_nobody_holds_them(native: Any) -> None:
     before = sys.getrefcount(native.Caller), sys.getrefcount(layer._result_type)
     for _ in range(50):
         native.Caller(logits, "", layer._result_type, _variants(compiled(ROUTERS["softmax"])))
-        native.Table(3)
+        native.Table((3,))
         with pytest.raises(TypeError):
             native.Caller(3, "", layer._result_type, ())
         with pytest.raises(ValueError, match="'strides'"):

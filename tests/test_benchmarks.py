@@ -246,7 +246,7 @@ class FalseGpu:
 
 
 def test_timers_on_a_false_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    import timing
+    from moesaic.runtime import graph_timer as timing
 
     gpu = FalseGpu()
     monkeypatch.setattr(timing, "torch", SimpleNamespace(cuda=gpu, zeros=lambda n, device: None))

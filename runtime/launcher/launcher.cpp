@@ -437,7 +437,7 @@ Outcome run(const Plan& plan, Operand* operands, c10::SmallVectorImpl<at::Tensor
 
 struct Row {
     int device_index;
-    bool few;
+    int bucket;
     c10::SmallVector<uint8_t, 8> alignments;
     Reference plan;
 };
@@ -445,14 +445,15 @@ struct Row {
 struct Table {
     PyObject_HEAD
     vectorcallfunc call;
-    int64_t few_tokens = 0;
+    c10::SmallVector<int64_t, 4> edges;  // the largest number of tokens of each bucket but the last
     std::vector<Row> rows;
 };
 
 const Plan* find(const Table& table, int device_index, int64_t tokens, c10::ArrayRef<uint8_t> alignments) {
-    const bool few = tokens <= table.few_tokens;
+    int bucket = 0;
+    for (const int64_t edge : table.edges) bucket += tokens > edge;
     for (const Row& row : table.rows) {
-        if (row.device_index == device_index && row.few == few && alignments.equals(row.alignments)) {
+        if (row.device_index == device_index && row.bucket == bucket && alignments.equals(row.alignments)) {
             return reinterpret_cast<const Plan*>(row.plan.get());
         }
     }
@@ -857,29 +858,36 @@ PyObject* new_plan(PyTypeObject* type, PyObject* arguments, PyObject*) {
 PyTypeObject* plan_type;
 PyTypeObject* table_type;
 
-// Table(few_tokens)
+// Table(edges)
 PyObject* new_table(PyTypeObject* type, PyObject* arguments, PyObject*) {
-    long long few_tokens;
-    if (!PyArg_ParseTuple(arguments, "L", &few_tokens)) return nullptr;
+    PyObject* edges;
+    std::vector<int64_t> numbers;
+    if (!PyArg_ParseTuple(arguments, "O", &edges) || !integers(edges, numbers)) return nullptr;
     auto* const table = allocate<Table>(type);
     if (table == nullptr) return nullptr;
     table->call = call_table;
-    table->few_tokens = few_tokens;
+    table->edges.assign(numbers.begin(), numbers.end());
     return reinterpret_cast<PyObject*>(table);
 }
 
-// add(device_index, few, alignments, plan)
+// add(device_index, bucket, alignments, plan)
 PyObject* add_plan(PyObject* self, PyObject* arguments) {
     Row row;
-    int few;
     PyObject *alignments, *plan;
-    if (!PyArg_ParseTuple(arguments, "ipOO!", &row.device_index, &few, &alignments, plan_type, &plan)) return nullptr;
+    if (!PyArg_ParseTuple(arguments, "iiOO!", &row.device_index, &row.bucket, &alignments, plan_type, &plan)) {
+        return nullptr;
+    }
     std::vector<int64_t> numbers;
     if (!integers(alignments, numbers)) return nullptr;
-    row.few = few != 0;
     row.alignments.assign(numbers.begin(), numbers.end());
     row.plan = Reference::to(plan);
     reinterpret_cast<Table*>(self)->rows.push_back(std::move(row));
+    Py_RETURN_NONE;
+}
+
+// clear()
+PyObject* clear_table(PyObject* self, PyObject*) {
+    reinterpret_cast<Table*>(self)->rows.clear();
     Py_RETURN_NONE;
 }
 
@@ -936,7 +944,8 @@ PyObject* new_caller(PyTypeObject* type, PyObject* arguments, PyObject*) {
 #define MEMBER(type) {"__vectorcalloffset__", T_PYSSIZET, offsetof(type, call), READONLY, nullptr}
 PyMemberDef table_members[] = {MEMBER(Table), {}};
 PyMemberDef caller_members[] = {MEMBER(Caller), {}};
-PyMethodDef table_methods[] = {{"add", add_plan, METH_VARARGS, nullptr}, {}};
+PyMethodDef table_methods[] = {
+    {"add", add_plan, METH_VARARGS, nullptr}, {"clear", clear_table, METH_NOARGS, nullptr}, {}};
 
 PyType_Slot plan_slots[] = {{Py_tp_new, reinterpret_cast<void*>(new_plan)},
                             {Py_tp_dealloc, reinterpret_cast<void*>(deallocate<Plan>)},

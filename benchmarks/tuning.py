@@ -1,0 +1,455 @@
+"""Tunes kernels on this card: shows that 20 candidates find what all of them would, and grows the shipped table.
+
+    python benchmarks/tuning.py --out results --seconds 500            # both parts, one after the other
+    python benchmarks/tuning.py --out results --only prove             # all candidates of five shapes, against 20
+    python benchmarks/tuning.py --out results --only grow --seconds 0  # the whole table; stop and start it at will
+    python benchmarks/tuning.py --out results --only grow --layers routers --tokens 65536
+    python benchmarks/tuning.py --out results --install                # puts the table where the package ships it
+    python benchmarks/tuning.py --list                                 # what is tuned, without a GPU
+
+moesaic has to be importable (``pip install -e .``). Nothing is begun after ``--seconds``. Every trial is noted in the
+output folder as it happens, and a run goes on where the last one in that folder stopped; a candidate that took the
+process with it is not tried again.
+
+*Prove*: for each of five kernels every candidate is compiled, checked against the rule's and timed. Then the search
+that users run looks for the fastest among the times that were measured, with 20 trials; the winners are timed in turn.
+``prove.json`` has all times, ``prove.txt`` the table:
+
+    points   candidates that are valid; built: that compiled to something of its own; wrong: refused for their results
+    rule     microseconds of the rule's choice, all of the fastest of all, 20 of the fastest of the 20
+    off      how much slower the latter is
+
+*Grow*: routers and layers of experts are called, forward and backward, for each number of tokens, and every kernel with
+a choice is searched for with 20 trials. ``<target>-<SMs>.json`` is the table for ``runtime/tuned``, ``grow.txt`` what
+it gains.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from experts_cases import CASES as EXPERTS
+from timing import commit, driver_version, in_turn
+
+import moesaic as mo
+from moesaic.codegen.kernel import GeneratedKernel
+from moesaic.ir.presets import PRESETS
+from moesaic.passes.kernel_key import KernelKey
+from moesaic.passes.space import Point
+from moesaic.runtime import driver
+from moesaic.runtime.commands import console
+from moesaic.runtime.compile import CompiledLayer
+from moesaic.runtime.execute import RUNNERS
+from moesaic.runtime.tuning.autotune import Session, active, autotune, draw
+from moesaic.runtime.tuning.bench import KernelBench
+from moesaic.runtime.tuning.journal import Journal
+from moesaic.runtime.tuning.report import Report
+from moesaic.runtime.tuning.search import Built, Search, Trial, key_of
+from moesaic.runtime.tuning.tables import SHIPPED, Card, Table, Tables
+from moesaic.runtime.tuning.tuner import Settings, Tuned, Watch
+
+TRIALS = 20
+ALLOWED = 0.05
+"""How much slower the best of 20 may be than the best of all."""
+
+Layer = Callable[[], CompiledLayer]
+
+
+@dataclass(frozen=True)
+class Work:
+    """A layer, the numbers of tokens it is tuned for, and whether it is worth it first."""
+
+    name: str
+    group: str
+    make: Layer
+    tokens: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Proof:
+    """A kernel that is searched through as a whole."""
+
+    name: str
+    kernel: str
+    make: Layer
+    tokens: int
+
+
+# ------------------------------------------------------------------------------------------------------------- layers
+
+
+def router(experts: int, top_k: int, **options: Any) -> Layer:
+    """Softmax scores, divided by their sum unless said otherwise."""
+    return lambda: mo.compile(mo.Router(experts, top_k, **{"renormalize": True, "dtype": "bf16"} | options))
+
+
+def experts(name: str) -> Layer:
+    """One of the layers that ``experts.py`` times."""
+    case = next(c for c in EXPERTS if c.name == name)
+    return lambda: mo.compile(case.declared).layer(case.top_k, dtype="bf16", weights_dtype="bf16")
+
+
+GROUPS = {"score": "sigmoid", "selection_bias": True, "groups": 8, "groups_kept": 4}
+DENSE = ("probs", "map")
+
+PROOFS = (
+    Proof("router 128x8 dense", "route_rows", router(128, 8, outputs=DENSE), 65536),
+    Proof("router 256x8 groups", "route_rows", router(256, 8, **GROUPS), 65536),
+    Proof("router 512x10", "route_rows", router(512, 10), 16384),
+    Proof("router 64x6, few tokens", "route_rows", router(64, 6), 1024),
+    Proof("experts qwen3, first product", "experts_gate_up_proj", experts("qwen3"), 4096),
+)
+
+
+def work() -> Iterator[Work]:
+    """What the table holds, the most used first."""
+    many = (65536, 16384, 4096, 256)
+    timed = ((128, 8, {}), (256, 8, GROUPS), (512, 10, {}), (64, 6, {}), (256, 8, {}), (8, 2, {}))
+    for e, k, options in timed:
+        for outputs in (("weights", "indices", "counts"), DENSE):
+            name = f"router {e}x{k}{' groups' if options else ''}{' dense' if outputs is DENSE else ''}"
+            yield Work(name, "routers", router(e, k, outputs=outputs, **options), many, "bf16")
+    for case in EXPERTS:
+        yield Work(f"experts {case.name}", "experts", experts(case.name), (16384, 4096, 512), "bf16")
+    for e, k in ((896, 16), (384, 8), (160, 6), (128, 4), (64, 8), (60, 4), (32, 4), (16, 1)):
+        yield Work(f"router {e}x{k}", "routers", router(e, k), many, "bf16")
+    for name, arguments in PRESETS.items():
+        if "num_experts" in arguments and "top_k" in arguments:
+            for dtype in ("bf16", "fp32"):
+                yield Work(f"preset {name} {dtype}", "presets", _preset(name, dtype), many, dtype)
+
+
+def _preset(name: str, dtype: str) -> Layer:
+    return lambda: mo.compile(mo.Router.preset(name, dtype=dtype))
+
+
+# -------------------------------------------------------------------------------------------------------------- prove
+
+
+class Replayed:
+    """A bench that answers with what has been measured."""
+
+    def __init__(self, times: Mapping[str, float], wrong: Mapping[str, str]) -> None:
+        self._times = times
+        self._wrong = wrong
+
+    def build(self, points: Sequence[Point]) -> list[Built | str]:
+        built: list[Built | str] = []
+        for point in points:
+            key = key_of(point)
+            kernel = GeneratedKernel(key, "", (), 1, 1, "fixed")
+            refused = key not in self._times and key not in self._wrong
+            built.append("not timed" if refused else Built(kernel, key))
+        return built
+
+    def check(self, kernel: GeneratedKernel) -> str:
+        return self._wrong.get(kernel.symbol, "")
+
+    def timer(self, kernel: GeneratedKernel) -> Replay:
+        return Replay(self._times[kernel.symbol])
+
+
+@dataclass
+class Replay:
+    """A timer that takes no time."""
+
+    us: float
+    calls: int = 1
+    replay_ms: float = 1.0
+
+    def burst(self, ms: float) -> list[float]:
+        return [self.us]
+
+
+def replayed(candidates: Sequence[tuple[Point, float]], trials: Sequence[Trial], most: int) -> tuple[Point, float]:
+    """What the search finds with so many trials among times that are known."""
+    times = {key_of(t.point): t.us for t in trials if t.us is not None}
+    wrong = {key_of(t.point): t.verdict for t in trials if t.verdict.startswith(("wrong", "failed"))}
+    bench = Replayed(times, wrong)
+    found = Search(candidates, bench.build, bench, most_trials=most).run()
+    return found.best, times[key_of(found.best)]
+
+
+class Prover:
+    """Goes through the proofs; what a run has no time for is left to the next."""
+
+    def __init__(self, out: Path, tables: Tables, deadline: float, workers: int | None) -> None:
+        self._out = out
+        self._tables = tables
+        self._deadline = deadline
+        self._workers = workers
+        self.rows: list[dict[str, Any]] = []
+
+    def run(self, proofs: Sequence[Proof]) -> int:
+        """How many shapes are off by more than is allowed."""
+        bad = 0
+        for proof in proofs:
+            if time.monotonic() > self._deadline:
+                say(f"{proof.name}: no time left")
+                break
+            try:
+                row = self._prove(proof)
+            except Exception as error:  # noqa: BLE001 - the other shapes are worth having
+                say(f"{proof.name}: {type(error).__name__}: {error}")
+                bad += 1
+                continue
+            self.rows.append(row)
+            bad += row["off"] > ALLOWED or not row["complete"]
+            self._write()
+        return bad
+
+    def _prove(self, proof: Proof) -> dict[str, Any]:
+        say(f"{proof.name}, T = {proof.tokens}")
+        device = torch.device("cuda", 0)
+        kept = Kept(proof.kernel)
+        settings = Settings(
+            seconds=max(1.0, self._deadline - time.monotonic()),
+            trials=0,
+            workers=self._workers,
+            force=True,
+            journal=Journal(self._out / "prove.jsonl"),
+            watch=kept,
+            kernels=(proof.kernel,),
+        )
+        generator = torch.Generator(device=device).manual_seed(0)
+        layer = proof.make()
+        given = draw(layer, proof.tokens, device, generator)
+        (_, first), *rest = given.items()
+        session = Session(settings, functions=1)
+        with active(session), torch.no_grad():
+            layer(first, **dict(rest))
+        [tuned] = [t for t in session.report.tuned if t.kernel == proof.kernel]
+        assert tuned.found is not None
+        return self._row(proof, tuned, kept)
+
+    def _row(self, proof: Proof, tuned: Tuned, kept: Kept) -> dict[str, Any]:
+        assert tuned.found is not None and kept.bench is not None
+        trials = tuned.found.trials
+        candidates = kept.candidates
+        timed = {key_of(t.point): t for t in trials if t.us is not None and t.verdict in ("timed", "stopped")}
+        best = min((t for t in timed.values() if t.verdict == "timed"), key=lambda t: t.us or math.inf)
+        few, _ = replayed(candidates, trials, TRIALS)
+        entrants = {"rule": tuned.default, "all": best.point, "few": few}
+        kernels = {}
+        for name, built in zip(entrants, kept.build([*entrants.values()]), strict=True):
+            assert not isinstance(built, str), built
+            kernels[name] = built.kernel
+        bench = kept.bench
+        ratios: dict[str, list[float]] = {n: [] for n in entrants}
+        for _ in range(3):
+            times = in_turn({n: bench.timer(k) for n, k in kernels.items()}, 40.0)
+            for name, timing in times.items():
+                ratios[name].append(timing.us)
+        us = {n: statistics.median(found) for n, found in ratios.items()}
+        verdicts: dict[str, int] = {}
+        for trial in trials:
+            word = trial.verdict.partition(":")[0]
+            verdicts[word] = verdicts.get(word, 0) + 1
+        row = {
+            "shape": proof.name,
+            "tokens": proof.tokens,
+            "kernel": proof.kernel,
+            "points": tuned.found.points,
+            "complete": tuned.found.ended == "all",
+            "verdicts": verdicts,
+            "floor_us": tuned.floor_us,
+            "us": us,
+            "off": us["few"] / min(us["all"], us["few"]) - 1,
+            "chosen": {n: dict(p) for n, p in entrants.items()},
+            "trials": [asdict(t) for t in trials],
+        }
+        print(self._line(row), flush=True)
+        for trial in trials:
+            if trial.verdict.startswith(("wrong", "failed", "refused")):
+                print(f"    {key_of(trial.point)}: {trial.verdict[:160]}", flush=True)
+        return row
+
+    @staticmethod
+    def _line(row: Mapping[str, Any]) -> str:
+        us = row["us"]
+        return (
+            f"{row['shape']:30} T={row['tokens']:<6} {row['points']:5} points {row['verdicts']}  floor "
+            f"{row['floor_us']:.2f} rule {us['rule']:.2f} all {us['all']:.2f} {TRIALS} {us['few']:.2f} off "
+            f"{100 * row['off']:.1f} %{'' if row['complete'] else '  (not all were tried)'}"
+        )
+
+    def _write(self) -> None:
+        (self._out / "prove.json").write_text(json.dumps({"about": about(), "rows": self.rows}, indent=1) + "\n")
+        (self._out / "prove.txt").write_text("\n".join([str(about()), *map(self._line, self.rows)]) + "\n")
+
+
+class Kept(Watch):
+    """Keeps what a search was made of."""
+
+    def __init__(self, kernel: str) -> None:
+        self.kernel = kernel
+        self.bench: KernelBench | None = None
+        self.build: Callable[[Sequence[Point]], Sequence[Built | str]] = lambda points: []
+        self.candidates: Sequence[tuple[Point, float]] = ()
+        self._done = 0
+        self._said = time.monotonic()
+
+    def searching(self, search: Search) -> None:
+        assert isinstance(search.bench, KernelBench)
+        self.bench, self.build, self.candidates = search.bench, search.build, search.candidates
+
+    def trial(self, trial: Trial) -> None:
+        self._done += trial.verdict != "begun"
+        if time.monotonic() - self._said > 10:
+            self._said = time.monotonic()
+            say(f"  {self._done} of {len(self.candidates)} candidates")
+
+
+# --------------------------------------------------------------------------------------------------------------- grow
+
+
+def grow(args: argparse.Namespace, out: Path, tables: Tables, deadline: float) -> int:
+    """Tunes layer after layer; gives how many failed."""
+    report, failed = Report(), 0
+    common = Table(out / f"{replace(tables.card, device='').stem}.json", replace(tables.card, device=""))
+    for one in work():
+        if args.layers and one.group not in args.layers:
+            continue
+        for tokens in one.tokens:
+            if args.tokens and tokens not in args.tokens:
+                continue
+            left = deadline - time.monotonic()
+            if left <= 2:
+                say("no time left")
+                return failed
+            say(f"{one.name}, T = {tokens}, {left:.0f} s left")
+            try:
+                found = autotune(
+                    one.make(),
+                    tokens=tokens,
+                    budget=min(left, args.budget),
+                    trials=TRIALS,
+                    workers=args.workers,
+                    journal=Journal(out / "grow.jsonl"),
+                )
+            except Exception as error:  # noqa: BLE001 - the other layers are worth having
+                say(f"  {type(error).__name__}: {str(error)[:300]}")
+                failed += 1
+                continue
+            for tuned in found.tuned:
+                if tuned.found is not None:
+                    print(f"  {_gain(tuned)}", flush=True)
+            report.add(found.tuned)
+            common.entries = dict(tables.user.entries)
+            common.path.write_text(common.text(about()), encoding="utf-8")
+            (out / "grow.txt").write_text(table_of(common.entries) + "\n", encoding="utf-8")
+        torch.cuda.empty_cache()
+    return failed
+
+
+def _gain(tuned: Tuned) -> str:
+    entry = tuned.entry
+    changed = {n: v for n, v in entry.point.items() if tuned.default.get(n) != v}
+    gain = 100 * (1 - entry.us / entry.default_us)
+    return f"{tuned.kernel:28} {entry.default_us:9.2f} -> {entry.us:9.2f} us, {gain:4.1f} %  {changed or ''}"
+
+
+def table_of(entries: Mapping[KernelKey, Any]) -> str:
+    """Every entry as a line."""
+    rows = [
+        (
+            str(key),
+            key.features[:40],
+            f"{e.default_us:.2f}",
+            f"{e.us:.2f}",
+            f"{100 * (1 - e.us / e.default_us):.1f} %",
+            key_of(e.point),
+        )
+        for key, e in sorted(entries.items())
+    ]
+    header = ("kernel", "ops", "rule, us", "tuned, us", "gain", "point")
+    return console.table(header, rows, right={2, 3, 4}) if rows else "nothing yet"
+
+
+# ------------------------------------------------------------------------------------------------------------- running
+
+
+def about() -> dict[str, str]:
+    """Where numbers are from."""
+    return {
+        "gpu": torch.cuda.get_device_name(0),
+        "driver": driver_version(),
+        "torch": str(torch.__version__),
+        "commit": commit(),
+    }
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    p = argparse.ArgumentParser(
+        prog="tuning.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("--out", type=Path, default=Path("tuning"), help="folder of results (default: %(default)s)")
+    p.add_argument("--seconds", type=float, default=0.0, help="for everything; 0: no limit")
+    p.add_argument("--only", choices=("prove", "grow"), help="one of the two parts")
+    p.add_argument("--layers", type=lambda t: t.split(","), help="of routers, experts, presets (grow)")
+    p.add_argument("--tokens", type=lambda t: [int(n) for n in t.split(",")], help="only these (grow)")
+    p.add_argument("--shapes", type=lambda t: t.split(","), help="only proofs with one of these in their name")
+    p.add_argument(
+        "--budget", type=float, default=60.0, help="seconds for a layer and a T (grow; default: %(default)s)"
+    )
+    p.add_argument("--workers", type=int, help="processes that compile (default: one a core, up to 8)")
+    p.add_argument("--install", action="store_true", help="copy the table into the package, and do nothing else")
+    p.add_argument("--list", action="store_true", help="print what is tuned, and do nothing else")
+    return p.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs what was asked for; gives the exit code."""
+    args = parse_arguments(arguments)
+    if args.list:
+        for one in work():
+            print(f"{one.name:32} {one.group:8} T = {', '.join(map(str, one.tokens))}")
+        return 0
+    if args.install:
+        SHIPPED.mkdir(exist_ok=True)
+        for path in args.out.glob("sm_*.json"):
+            shutil.copy(path, SHIPPED / path.name)
+            print(SHIPPED / path.name)
+        return 0
+    if not torch.cuda.is_available():
+        say("no GPU: only --list and --install work here")
+        return 3
+    start = time.monotonic()
+    deadline = start + args.seconds if args.seconds else math.inf
+    args.out.mkdir(parents=True, exist_ok=True)
+    found = driver.device(0)
+    card = Card(found.target.name, found.sm_count, found.name)
+    runner = RUNNERS["cuda"]
+    tables = runner.tables = Tables(card, args.out / f"{card.stem}.json", args.out / "none.json")
+    bad = 0
+    if args.only != "grow":
+        until = deadline if args.only else start + 0.5 * args.seconds if args.seconds else math.inf
+        proofs = [p for p in PROOFS if not args.shapes or any(s in p.name for s in args.shapes)]
+        runner.tables = Tables(card, args.out / "prove-table.json", args.out / "none.json")
+        bad += Prover(args.out, runner.tables, until, args.workers).run(proofs)
+        runner.tables = tables
+    if args.only != "prove":
+        bad += grow(args, args.out, tables, deadline)
+    say(f"{time.monotonic() - start:.0f} s")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

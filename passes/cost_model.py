@@ -1,0 +1,265 @@
+"""About how long a kernel takes at a point of its space, and what it must take at least.
+
+It is there to put points in order before any is compiled, not to be right: what it leaves out (caches, the compiler,
+the card's power limit) is found out by timing. Numbers are those of a nominal H100 where nothing else is known; of
+other cards the order matters, which depends on ratios.
+
+Row programs wait for memory, or for instructions to be issued::
+
+    memory       bytes over bandwidth, which needs so many bytes of loads in flight on a multiprocessor
+    issue        warp instructions, 4 a clock of a multiprocessor where enough warps are resident
+    latency      the chain of instructions of one token, and what is left over when blocks end at different times
+
+Products do tiles, each block one after the other: a stage takes as long as the tensor cores need for it, or as its
+operands need from the L2 cache; what follows the product is added where nothing hides it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from moesaic.ir.core import Block
+from moesaic.ir.errors import MoesaicError
+from moesaic.ir.ops import col, math, row, slot
+from moesaic.ir.ops.kernel import narrow_columns
+from moesaic.ir.ops.launch import Kernel
+from moesaic.ir.types import TensorType
+from moesaic.passes.product_shape import ProductShape
+from moesaic.passes.space import Limits, Point, Space, experts_of, longest_row
+from moesaic.passes.specialize import merging_instructions, padded_columns
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a time is computed from."""
+
+    sms: int = 132
+    clock_hz: float = 1.6e9
+    bandwidth: float = 3.0e12
+    """Bytes a second that a copy kernel reads and writes."""
+    tensor_flops: float = 4096.0
+    """Of 16-bit operands, a clock of a multiprocessor."""
+    l2_bytes: float = 48.0
+    """From the L2 cache, a clock of a multiprocessor."""
+    node_us: float = 1.3
+    """A kernel that does nothing, as a node of a graph."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """How much there is to do: T, and the rows of slots that are live, over the experts that have some."""
+
+    tokens: int
+    rows: int
+    experts: int
+
+
+_ISSUES = 4  # warp instructions a clock
+_FILLING_WARPS = 10  # of a multiprocessor, which then issues all it can
+_LATENCY = 6.0  # clocks from an instruction to one that needs it
+_BYTES_IN_FLIGHT = 20 * 1024  # of a multiprocessor, for all of the bandwidth
+_TOKEN_INSTRUCTIONS = 50.0  # of a lane, whatever its part of the row
+_HIDDEN = 0.25  # of the smaller of two times, what does not overlap
+_EPILOGUE = 14.0  # clocks for 128 elements of a tile that leave
+_MMA_SHARE = 0.6  # of what wgmma reaches, by mma.sync
+_SIMT_FLOPS = 200.0  # a clock of a multiprocessor
+_MEMORY_LATENCY = 700.0  # clocks until the first stage of a tile is there
+_DISTANCE = 0.01  # of its time, for each choice in which a point differs from the rule's
+
+
+def estimated_us(space: Space, point: Point, load: Load, card: Card) -> float:
+    """About the time of a kernel at a point, in microseconds.
+
+    Raises:
+        UsageError, UnsupportedError: the point cannot be.
+    """
+    op, config = space.op, space.config(point)
+    if op.template == "row_program":
+        us = _row_program(op, config, load, card, space.limits)
+    elif op.template in ("product", "wgrad"):
+        us = _product(op, ProductShape.parse(config), load, card)
+    else:
+        us = floor_us(op, load, card)
+    changed = sum(space.default.get(name) != value for name, value in point.items())
+    return us * (1.0 + _DISTANCE * changed)
+
+
+def ordered(space: Space, points: list[Point], load: Load, card: Card) -> list[tuple[Point, float]]:
+    """The points with their estimates, the shortest first; the rule's before all others."""
+    found = [(p, _estimate_or_none(space, p, load, card)) for p in points]
+    known = [(p, us) for p, us in found if us is not None]
+    return sorted(known, key=lambda item: (item[0] != space.default, item[1], tuple(item[0].items())))
+
+
+def _estimate_or_none(space: Space, point: Point, load: Load, card: Card) -> float | None:
+    try:
+        return estimated_us(space, point, load, card)
+    except MoesaicError:
+        return None
+
+
+# ------------------------------------------------------------------------------------------------------------ floors
+
+
+def bytes_of(op: Kernel, load: Load) -> float:
+    """Bytes of device memory that a kernel must move: each operand once, of matrices those that some row needs."""
+    return sum(_bytes(v.type, load, experts_of(op), written=n >= op.reads) for n, v in enumerate(op.operands))
+
+
+def flops_of(op: Kernel, load: Load) -> float:
+    """FLOPs of its product; 0 where there is none."""
+    if op.region is None:
+        return 0.0
+    for inner in op.region.ops:
+        if isinstance(inner, slot.Product):
+            depth, outer = inner.sizes()
+            rows = load.rows if isinstance(inner, slot.GroupedLinear) else load.tokens
+            return 2.0 * rows * depth * outer
+        if isinstance(inner, slot.GroupedWgrad | slot.Wgrad):
+            rows = load.rows if isinstance(inner, slot.GroupedWgrad) else load.tokens
+            sizes = [v.type.shape[-1] for v in (inner.a, inner.b)]
+            return 2.0 * rows * float(_int(sizes[0])) * float(_int(sizes[1]))
+    return 0.0
+
+
+def floor_us(op: Kernel, load: Load, card: Card) -> float:
+    """What bytes and FLOPs need at least, and a launch."""
+    dense = card.tensor_flops * card.sms * card.clock_hz
+    return max(1e6 * bytes_of(op, load) / card.bandwidth, 1e6 * flops_of(op, load) / dense, card.node_us)
+
+
+def _bytes(type: TensorType, load: Load, experts: int, written: bool) -> float:
+    first, *rest = type.shape or (1,)
+    if isinstance(first, int):
+        count = min(first, load.experts) if len(rest) == 2 and experts > 1 and not written else first
+    else:
+        count = {"T": load.tokens, "M": load.rows}.get(type.leading, 0)
+    numbers = float(count)
+    for extent in rest:
+        numbers *= _int(extent)
+    return numbers * type.dtype.bytes
+
+
+def _int(value: object) -> int:
+    return value if isinstance(value, int) else 0
+
+
+# -------------------------------------------------------------------------------------------------------- row programs
+
+
+def _row_program(op: Kernel, config: Mapping[str, str], load: Load, card: Card, limits: Limits) -> float:
+    assert op.region is not None
+    experts = longest_row(op)
+    lanes, vec, threads, resident = (int(config[n]) for n in ("lanes", "vec", "threads", "resident"))
+    slots = padded_columns(experts, vec, lanes) // lanes
+    rows, picked, sums = _counted(op.region, experts)
+    steps = lanes.bit_length() - 1
+    instructions = _TOKEN_INSTRUCTIONS + slots * rows + picked * 8 + sums * (slots + 3 * steps)
+    for inner in op.region.ops:
+        if isinstance(inner, row.TopK):
+            instructions += _selecting(inner, config, slots, lanes)
+        elif isinstance(inner, row.GroupLimit):
+            instructions += 4 * slots + 3 * inner.groups
+    registers = max(
+        32.0, min(24 + 1.4 * slots * max(1.0, _live_rows(op)), limits.registers_per_sm / (resident * threads))
+    )
+    blocks = max(
+        1,
+        min(
+            int(limits.registers_per_sm / registers / threads),
+            limits.max_threads_per_sm // threads,
+            limits.max_blocks_per_sm,
+        ),
+    )
+    needed = 24 + 1.1 * slots
+    spilled = max(0.0, needed - registers) * 4  # instructions that save and restore what does not fit
+    instructions += spilled
+    warps = blocks * threads / 32
+    tokens_of_block = max(1, threads // lanes)
+    share = min(1.0, load.tokens / (card.sms * blocks * tokens_of_block))  # of what could be resident
+    clock = card.clock_hz * 1e-6
+    per_token = instructions * lanes / 32
+    issue = load.tokens * per_token / (_ISSUES * card.sms * clock * min(1.0, max(share * warps, 1) / _FILLING_WARPS))
+    bytes_each = bytes_of(op, load) / max(load.tokens, 1)
+    ahead = 2.0 if config["prefetch"] == "on" else 1.0
+    in_flight = share * warps * 32 / lanes * bytes_each * ahead
+    memory = 1e6 * bytes_of(op, load) / card.bandwidth / min(1.0, max(in_flight, 1) / _BYTES_IN_FLIGHT)
+    chain = instructions * _LATENCY / clock / 2
+    waves = load.tokens / (card.sms * blocks * tokens_of_block)
+    uneven = 1.0 if waves > 8 or config["grid"] != "cover" or waves <= 1 else -(-waves // 1) / waves
+    return (max(issue, memory) + _HIDDEN * min(issue, memory)) * uneven + chain + card.node_us
+
+
+@functools.lru_cache(maxsize=256)
+def _counted(region: Block, experts: int) -> tuple[float, int, int]:
+    """Instructions for each value of a row, ops on picks, and sums and maxima of rows."""
+    each, picked, sums = 3.0, 0, 0  # a load and a store
+    for inner in region.ops[:-1]:
+        wide = any(r.type.rank > 1 and r.type.shape[-1] == experts for r in inner.results)
+        if isinstance(inner, math.Elementwise):
+            each += 1.5 if wide else 0.0
+            picked += not wide
+        elif isinstance(inner, row.Scatter | row.Membership | col.Sum):
+            each += 1.0
+        elif not isinstance(inner, row.TopK | row.GroupLimit):
+            sums += 1
+    return each, picked, sums
+
+
+def _live_rows(op: Kernel) -> int:
+    rows = [v for v in op.operands[: op.reads] if v.type.rank == 2 and v.type.leading == "T"]
+    return sum(v.type.shape[-1] == longest_row(op) for v in rows)
+
+
+def _selecting(op: row.TopK, config: Mapping[str, str], slots: int, lanes: int) -> float:
+    steps = lanes.bit_length() - 1
+    way = config["select"]
+    if way == "merge":
+        return merging_instructions(int(config["listed"]), op.k, slots, lanes) + 2.5 * slots
+    if way == "rounds":
+        return float(op.k * (4 * slots + 6 * steps + (20 if lanes > 32 else 0)) + 2.5 * slots)
+    if way == "radix":
+        return 400.0 + 8.0 * slots + 6.0 * op.k * 32 / lanes
+    depth = (slots * lanes - 1).bit_length()
+    return slots / 2 * depth * (depth + 1) / 2 * 8.0
+
+
+# ------------------------------------------------------------------------------------------------------------ products
+
+
+def _product(op: Kernel, shape: ProductShape, load: Load, card: Card) -> float:
+    assert op.region is not None
+    tiles, depth, parts, grouped_sum = 1.0, 0.0, 1, False
+    experts = max(1, load.experts if experts_of(op) > 1 else 1)
+    each = (load.rows if experts_of(op) > 1 else load.tokens) / experts
+    for inner in op.region.ops:
+        if isinstance(inner, slot.Product):
+            depth, outer = inner.sizes()
+            narrow = narrow_columns(op.region)
+            in_turn = any(o.interleaved for o in op.region.ops if isinstance(o, slot.Split | slot.Join))
+            parts = 2 if outer != narrow and not in_turn else 1
+            tiles = experts * -(-each // shape.rows) * -(-outer // (parts * shape.columns))
+        elif isinstance(inner, slot.GroupedWgrad | slot.Wgrad):
+            a, b = (_int(v.type.shape[-1]) for v in (inner.a, inner.b))
+            depth, grouped_sum = each, True
+            tiles = experts_of(op) * -(-a // shape.rows) * -(-b // shape.columns)
+    wide = parts * shape.columns
+    steps = -(-depth // shape.depth)
+    tensor = card.tensor_flops * (1.0 if shape.fetches else _MMA_SHARE)
+    if shape.tile == "SimtTile":
+        tensor = _SIMT_FLOPS
+    tensor_clocks = 2.0 * shape.rows * wide * shape.depth / tensor
+    # Few columns a warpgroup read the left operand again and again; a pair of blocks shares one operand.
+    fetched = 2.0 * shape.depth * (shape.rows + wide) - (shape.depth * min(shape.rows, wide) if shape.fetches else 0.0)
+    l2_clocks = fetched / card.l2_bytes * (shape.blocks if not shape.fetches else 1)
+    latency = _MEMORY_LATENCY / max(1, shape.stages - 1)  # a stage is asked for so many stages ahead
+    stage = max(tensor_clocks * (shape.blocks if not shape.fetches else 1), l2_clocks, latency)
+    epilogue = shape.rows * wide / 128 * _EPILOGUE * (0.35 if shape.pingpong else 1.0) / (2 if shape.blocks > 1 else 1)
+    tile_clocks = steps * stage + epilogue + (0.0 if grouped_sum else 100.0)
+    resident = card.sms * shape.blocks
+    rounds = -(-tiles // resident) if tiles > resident / 2 else 1.0
+    compute = rounds * tile_clocks / (card.clock_hz * 1e-6)
+    memory = 1e6 * bytes_of(op, load) / card.bandwidth
+    return max(compute, memory) + _HIDDEN * min(compute, memory) / 2 + card.node_us

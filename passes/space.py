@@ -1,0 +1,342 @@
+"""What may be chosen for a kernel: the parameters of its template as data, and which points of them a target can run.
+
+A *point* says a value for each parameter that the kernel has. The rule's point (``specialize``) is always one of the
+space, and works on every target. Nothing here changes what a row's results are, bit by bit:
+
+- A row program adds up in one order whatever its lanes, and every way of selecting gives the same picks.
+- A tile of a product adds up in the order of the sum, in steps that belong to the kind of instruction (``simt``,
+  ``mma``, ``wgmma``). So the kind stays that of the rule, and the space is about sizes, stages and the schedule. Where
+  rows are summed after a product, columns, threads and depth stay as they are, too: they decide the order of that sum.
+- Sums over tokens (losses, gradients of biases) are no row's result: they follow the number of blocks, as they do
+  between two GPUs.
+
+The steps of a dispatch have one choice together, and the kernels that finish sums are too short to matter: both are
+left to the rule.
+"""
+
+from __future__ import annotations
+
+import functools
+import math as python_math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from moesaic.ir.core import BlockArgument, Value
+from moesaic.ir.errors import UnsupportedError, UsageError
+from moesaic.ir.ops import row, slot
+from moesaic.ir.ops.kernel import narrow_columns
+from moesaic.ir.ops.launch import Kernel
+from moesaic.passes.product_shape import Lines, ProductShape
+from moesaic.passes.specialize import Specialize
+
+Point = Mapping[str, str]
+"""A value for each parameter by name."""
+
+
+class Limits(Protocol):
+    """What a space asks of a target; ``codegen.Target`` knows all of it. Sizes in bytes, registers of 32 bits."""
+
+    @property
+    def shared_optin(self) -> int: ...
+
+    @property
+    def shared_per_sm(self) -> int: ...
+
+    @property
+    def registers_per_sm(self) -> int: ...
+
+    @property
+    def max_threads_per_sm(self) -> int: ...
+
+    @property
+    def max_blocks_per_sm(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One choice: its name in a configuration, the values there are, and what it means."""
+
+    name: str
+    values: tuple[str, ...]
+    meaning: str
+
+
+@dataclass(frozen=True)
+class Family:
+    """The parameters of a template.
+
+    Attributes:
+        version: of what the parameters mean; what was found for another version is not used. Raise it when a template
+            changes so much that its fastest point may be another.
+        parameters: in the order in which they are tried.
+    """
+
+    version: int
+    parameters: tuple[Parameter, ...]
+
+
+def _numbers(*values: int) -> tuple[str, ...]:
+    return tuple(map(str, values))
+
+
+_TILES = (
+    Parameter("schedule", ("cooperative", "pingpong"), "of wgmma: one tile for two warpgroups, or tiles in turn"),
+    Parameter("rows", _numbers(64, 128, 256), "of a tile"),
+    Parameter("columns", _numbers(32, 64, 128, 256), "of a tile, of each of two parts"),
+    Parameter("depth", _numbers(16, 32, 64), "elements of a row in a stage"),
+    Parameter("stages", _numbers(2, 3, 4, 5, 6, 7, 8), "of the pipeline that fetches"),
+    Parameter("threads", _numbers(64, 128, 256, 384), "of a block"),
+    Parameter("blocks", _numbers(1, 2, 3), "of a multiprocessor, which bounds registers"),
+)
+_THREADS = Parameter("threads", _numbers(64, 128, 256, 512), "of a block")
+
+FAMILIES: Mapping[str, Family] = {
+    "row_program": Family(
+        1,
+        (
+            Parameter("lanes", _numbers(1, 2, 4, 8, 16, 32, 64, 128, 256, 512), "that share a token"),
+            Parameter("select", ("merge", "rounds", "radix", "sort"), "how picks are found"),
+            Parameter("listed", _numbers(1, 2, 4, 8, 16), "of its values a lane lists for merging"),
+            Parameter("threads", _numbers(32, 64, 128, 256, 512), "of a block"),
+            Parameter("prefetch", ("off", "on"), "whether the next token's row is fetched meanwhile"),
+            Parameter("resident", _numbers(1, 2, 4, 6, 8, 12, 16), "blocks a multiprocessor, which bounds registers"),
+        ),
+    ),
+    "product": Family(1, _TILES),
+    "wgrad": Family(1, _TILES),
+    "combine": Family(1, (_THREADS,)),
+    "slot_rows": Family(1, (_THREADS,)),
+}
+"""By template. Those that are not here have nothing to choose."""
+
+_FEWEST_REGISTERS = 24  # of a thread of a row program, beside its part of the row
+_TILE_REGISTERS = 56  # of a thread of a product, beside the sums of its tile
+_MOST_SUMS = 128  # of a thread in registers
+_WGMMA_COLUMNS = (64, 128, 256)
+_LEAST_FILLED = 128  # threads a multiprocessor that a bound on registers may be for
+
+
+@dataclass(frozen=True)
+class Space:
+    """The points of one kernel.
+
+    Attributes:
+        op: the kernel, as planned.
+        specialize: the rule: target, token bucket, alignment of inputs, and what the user has decided.
+        limits: of the target.
+        aligned: bytes that the function's inputs are known to be aligned to.
+    """
+
+    op: Kernel
+    specialize: Specialize
+    limits: Limits
+    aligned: Mapping[Value, int]
+
+    @property
+    def family(self) -> Family | None:
+        """Of the template; None if it has nothing to choose."""
+        return FAMILIES.get(self.op.template)
+
+    @functools.cached_property
+    def default(self) -> Point:
+        """The rule's point."""
+        return self._point(self.config({}))
+
+    def config(self, point: Point) -> dict[str, str]:
+        """The configuration at a point.
+
+        Raises:
+            UsageError, UnsupportedError: there is none.
+        """
+        return self.specialize.config(self.op, self.aligned, point)
+
+    def problem(self, point: Point) -> str:
+        """Why a point cannot be; empty if it can. Values need not be those of the family: what an older version, or a
+        person, has written is held against the same limits."""
+        family = self.family
+        if family is None:
+            return f"{self.op.template} has nothing to choose"
+        unknown = point.keys() - {p.name for p in family.parameters}
+        if unknown:
+            return f"unknown parameters {', '.join(sorted(unknown))}"
+        try:
+            config = self.config(point)
+        except (UsageError, UnsupportedError, ValueError) as error:
+            return str(error)
+        other = {n: config.get(n, "") for n, v in point.items() if config.get(n) != v}
+        if other:
+            return "the kernel takes " + ", ".join(f"{n}={v or 'none'}" for n, v in other.items())
+        if not all(v.isdigit() == self.default.get(n, v).isdigit() for n, v in point.items()):
+            return "a number stands where a word belongs, or a word for a number"
+        if self.op.template == "row_program":
+            return self._row_program(config)
+        if self.op.template in ("product", "wgrad"):
+            return self._product(ProductShape.parse(config))
+        return ""
+
+    def points(self) -> list[Point]:
+        """Every point that can be, the rule's first."""
+        if self.family is None:
+            return []
+        found = [self.default]
+        found += [p for p in self._below({}, 0) if p != self.default]
+        return found
+
+    def _below(self, chosen: dict[str, str], number: int) -> Iterator[Point]:
+        assert self.family is not None
+        if number == len(self.family.parameters):
+            if not self.problem(chosen):
+                yield chosen
+            return
+        parameter = self.family.parameters[number]
+        known = self._config_or_none(chosen)
+        if known is None:
+            return
+        if parameter.name not in known:  # such as the length of lists where nothing is merged
+            yield from self._below(chosen, number + 1)
+            return
+        for value in parameter.values:
+            yield from self._below({**chosen, parameter.name: value}, number + 1)
+
+    def _config_or_none(self, chosen: Point) -> dict[str, str] | None:
+        try:
+            return self.config(chosen)
+        except (UsageError, UnsupportedError):
+            return None
+
+    def _point(self, config: Mapping[str, str]) -> Point:
+        return (
+            {} if self.family is None else {p.name: config[p.name] for p in self.family.parameters if p.name in config}
+        )
+
+    # ------------------------------------------------------------------------------------------------- row programs
+
+    def _row_program(self, config: Mapping[str, str]) -> str:
+        experts = longest_row(self.op)
+        lanes, vec, threads, resident = (int(config[n]) for n in ("lanes", "vec", "threads", "resident"))
+        chunks = 1 << (-(-experts // vec) - 1).bit_length()
+        if lanes > chunks:
+            return f"{lanes} lanes share {chunks} chunks of a row"
+        if threads < min(lanes, 32):
+            return f"{lanes} lanes are more than a block has"
+        if resident > self.limits.max_blocks_per_sm or resident * threads > self.limits.max_threads_per_sm:
+            return f"a multiprocessor does not hold {resident} blocks of {threads} threads"
+        slots = -(-chunks // lanes) * vec
+        registers = self.limits.registers_per_sm // (resident * threads)
+        if resident > 1 and slots + _FEWEST_REGISTERS > registers:
+            return f"{resident} blocks of {threads} threads leave {registers} registers for {slots} values of a row"
+        if 1 < resident < 1 + _LEAST_FILLED // threads:
+            return "so few blocks bound nothing"
+        return ""
+
+    # ------------------------------------------------------------------------------------------------- products
+
+    def _product(self, shape: ProductShape) -> str:
+        rule = ProductShape.parse(self.config({}))
+        assert self.op.region is not None
+        ops = self.op.region.ops
+        if shape.tile != rule.tile:
+            return f"tiles by {rule.tile} and by {shape.tile} round differently"
+        summed = any(isinstance(o, row.Sum) for o in ops)
+        if summed and (shape.columns, shape.threads, shape.depth) != (rule.columns, rule.threads, rule.depth):
+            return "the order of sums over columns would be another"
+        size, parts, width, across = self._operands()
+        if shape.columns > max(64, rule.columns, 1 << (width - 1).bit_length()):
+            return f"tiles of {shape.columns} columns are wider than {width}"
+        wide = parts * shape.columns
+        problem = self._wgmma(shape, wide, across) if shape.fetches else self._by_warps(shape, size, wide)
+        if problem:
+            return problem
+        lines = Lines(across, 16)
+        shared = shape.shared_bytes(size, parts, Lines(self.op.template == "wgrad", 16), lines) + self._table_bytes(
+            shape
+        )
+        if shared > self.limits.shared_optin or shared * shape.blocks > self.limits.shared_per_sm:
+            return f"{shape.blocks} blocks need {shared} bytes of shared memory each"
+        return ""
+
+    def _wgmma(self, shape: ProductShape, wide: int, across: bool) -> str:
+        if (shape.depth, shape.threads, shape.blocks) != (64, 384, 1):
+            return "tiles by wgmma have two warpgroups beside the one that fetches, and stages of 64"
+        if shape.columns not in _WGMMA_COLUMNS:
+            return f"{shape.columns} columns are none of {_WGMMA_COLUMNS}"
+        rows = shape.rows if shape.pingpong else shape.rows // 2
+        if rows % 64 != 0:
+            return "a warpgroup has blocks of 64 rows"
+        if rows * wide > _MOST_SUMS * 128:
+            return f"{rows * wide // 128} sums a thread"
+        if (across and wide < 128) or (self.op.template == "wgrad" and shape.rows < 128):
+            return "a pair of blocks has two boxes of the operand that they share"
+        return ""
+
+    def _by_warps(self, shape: ProductShape, size: int, wide: int) -> str:
+        simt = shape.tile == "SimtTile"
+        warps = shape.threads // 32
+        unit = 16
+        if simt and (shape.depth, shape.stages, shape.blocks) != (16, 2, 1):
+            return "tiles by multiply-adds have two stages of 16 steps"
+        if not simt and shape.depth * size not in (64, 128):
+            return f"a stage of {shape.depth} steps is neither 64 nor 128 bytes of a row"
+        sums = shape.rows * wide // shape.threads
+        if not 16 <= sums <= (64 if simt else _MOST_SUMS):
+            return f"{sums} sums a thread"
+        fits = any(
+            warps % c == 0 and shape.columns % (c * unit) == 0 and shape.rows % (warps // c * unit) == 0
+            for c in range(1, warps + 1)
+        )
+        if not fits:
+            return f"{warps} warps cannot share {shape.rows} x {shape.columns}"
+        registers = self.limits.registers_per_sm // (shape.blocks * shape.threads)
+        if sums + _TILE_REGISTERS > registers:
+            return f"{shape.blocks} blocks of {shape.threads} threads leave {registers} registers for {sums} sums"
+        return ""
+
+    def _operands(self) -> tuple[int, int, int, bool]:
+        """Bytes of an element, parts, columns of a part, and whether the right operand lies across the sum."""
+        assert self.op.region is not None
+        for op in self.op.region.ops:
+            if isinstance(op, slot.Product):
+                outer = op.sizes()[1]
+                in_turn = any(o.interleaved for o in self.op.region.ops if isinstance(o, slot.Split | slot.Join))
+                parts = 2 if outer != narrow_columns(self.op.region) and not in_turn else 1
+                return op.x.type.dtype.bytes, parts, outer // parts, op.transposed
+            if isinstance(op, slot.GroupedWgrad | slot.Wgrad):
+                width = op.b.type.shape[-1]
+                assert isinstance(width, int)
+                return op.a.type.dtype.bytes, 1, width, True
+        raise UnsupportedError(f"{self.op.symbol}: a product kernel without a product")
+
+    def _table_bytes(self, shape: ProductShape) -> int:
+        """Of shared memory, for where the tiles of each expert begin."""
+        return 4 * (experts_of(self.op) + 1 + shape.threads // 32) + 16
+
+
+def longest_row(op: Kernel) -> int:
+    """Columns of the longest rows of tokens that a row program reads or writes: E."""
+    rows = [v.type.shape[-1] for v in op.operands if v.type.rank == 2 and v.type.leading == "T"]
+    inner = [] if op.region is None else [o.size for o in op.region.ops if isinstance(o, row.Scatter | row.Membership)]
+    return max([n for n in (*rows, *inner) if isinstance(n, int)], default=1)
+
+
+def experts_of(op: Kernel) -> int:
+    """E of a kernel that has to do with experts; 1 where it has not."""
+    matrices = [v.type.shape[0] for v in op.operands if v.type.rank == 3]
+    return max([n for n in matrices if isinstance(n, int)], default=1)
+
+
+def known_alignment(op: Kernel, aligned: Mapping[Value, int]) -> tuple[int, ...]:
+    """Bytes that the rows of each operand read are known to be aligned to."""
+    return tuple(aligned.get(v, 16) if isinstance(v, BlockArgument) else _natural(v) for v in op.operands[: op.reads])
+
+
+def _natural(value: Value) -> int:
+    last = value.type.shape[-1] if value.type.rank > 1 else 16
+    return python_math.gcd(16, last * value.type.dtype.bytes) if isinstance(last, int) else 16
+
+
+def spaces_of(
+    kernels: Sequence[Kernel], specialize: Specialize, limits: Limits, aligned: Mapping[Value, int]
+) -> list[Space]:
+    """The spaces of a function's kernels that have more than nothing to choose."""
+    return [Space(op, specialize, limits, aligned) for op in kernels if op.template in FAMILIES]

@@ -1,0 +1,250 @@
+"""What users hold of the tuner: ``moesaic.autotune``, ``with moesaic.autotuning():``, and ``MOESAIC_AUTOTUNE``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from moesaic.ir import environment
+from moesaic.ir.core import Module
+from moesaic.ir.declare import Router
+from moesaic.ir.errors import InputError, InputTypeError, ToolchainError
+from moesaic.ir.types import DType
+from moesaic.runtime import token_buckets
+from moesaic.runtime.compile import CompiledLayer, compile, signature_of
+from moesaic.runtime.execute import RUNNERS, Runner, alignments, tokens_of
+from moesaic.runtime.per_call import PerCall
+from moesaic.runtime.program import Program
+from moesaic.runtime.tuning.ceilings import card_of
+from moesaic.runtime.tuning.report import Report
+from moesaic.runtime.tuning.tuner import Settings, tune
+
+_SHARE = 3  # of the time that is left, a function gets one over so many where nobody knows how many will come
+
+
+@dataclass
+class Session:
+    """Tunes every function that runs while it lasts, once for each bucket of T and alignment.
+
+    Attributes:
+        settings: how; their seconds are for all functions together.
+        functions: how many are expected; 0 if nobody knows.
+        report: what has come of it.
+    """
+
+    settings: Settings
+    functions: int = 0
+    report: Report = field(default_factory=Report)
+
+    def __post_init__(self) -> None:
+        self._start = time.monotonic()
+        self._seen: set[tuple[Any, ...]] = set()
+        self._busy = False
+
+    @property
+    def left(self) -> float:
+        """Seconds that are left; 0 where there is no limit."""
+        if not self.settings.seconds:
+            return 0.0
+        return max(0.0, self.settings.seconds - (time.monotonic() - self._start))
+
+    def first(
+        self,
+        runner: Runner,
+        program: Program,
+        kind: str,
+        cotangents: tuple[str, ...],
+        inputs: Sequence[torch.Tensor],
+    ) -> None:
+        """Tunes a function before it runs, if it has not been, and there is time."""
+        bucket = token_buckets.number_of(tokens_of(inputs), runner.few_tokens)
+        key = (program.key, kind, cotangents, bucket, alignments(inputs), inputs[0].device)
+        if key in self._seen or self._busy or (self.settings.seconds and not self.left):
+            return
+        runner.check_may_compile()
+        self._seen.add(key)
+        self._busy = True
+        try:
+            tables = runner.tables_of(runner.place(inputs[0].device))
+            if tables is None:
+                return
+            parts = self.functions - len(self._seen) + 1 if self.functions else _SHARE
+            settings = replace(self.settings, seconds=self.left / max(1, parts))
+            with torch.no_grad():
+                found = tune(runner, tables, program, kind, cotangents, inputs, settings, card_of(inputs[0].device))
+            self.report.add(found)
+            if any(one.found is not None for one in found):
+                runner.prepare_again(program)
+        finally:
+            self._busy = False
+
+
+@contextmanager
+def autotuning(budget: float | None = None, **options: Any) -> Iterator[Report]:
+    """Every layer that is called in this context on a GPU is tuned first, forward and backward, on its own tensors.
+
+        with mo.autotuning(budget=60) as report:
+            model(tokens).loss.backward()
+
+    What is found is kept on disk, and used from now on by every process. What tables know is not searched again.
+
+    Args:
+        budget: seconds in all; None: as ``MOESAIC_AUTOTUNE_BUDGET`` says, for each function that is called.
+        options: fields of `Settings`: ``trials``, ``workers``, ``force``, ``watch``, ...
+
+    Raises:
+        InputError: another context is active.
+    """
+    seconds = environment.AUTOTUNE_BUDGET.get() if budget is None else budget
+    session = Session(Settings(seconds=float(seconds or _DEFAULT_SECONDS), **options))
+    with active(session):
+        yield session.report
+
+
+@contextmanager
+def active(session: Session) -> Iterator[None]:
+    """A context in which the session tunes what runs."""
+    if any(runner.session is not None for runner in RUNNERS.values()):
+        raise InputError("moesaic.autotuning() is active already; leave one of the two out")
+    for runner in RUNNERS.values():
+        runner.session = session
+    try:
+        yield
+    finally:
+        for runner in RUNNERS.values():
+            runner.session = None
+
+
+_DEFAULT_SECONDS = 30.0
+
+
+def tune_call(
+    runner: Runner,
+    program: Program,
+    kind: str,
+    cotangents: tuple[str, ...],
+    inputs: Sequence[torch.Tensor],
+    *,
+    force: bool,
+) -> None:
+    """What ``MOESAIC_AUTOTUNE`` asks for, before the first call of a function in a bucket of T."""
+    seconds = float(environment.AUTOTUNE_BUDGET.get() or _DEFAULT_SECONDS)
+    session = Session(Settings(seconds=seconds, force=force), functions=1)
+    session.first(runner, program, kind, cotangents, inputs)
+
+
+def autotune(
+    what: CompiledLayer | PerCall | Router | Module,
+    *,
+    tokens: int | Sequence[int] = (1024, 16384, 65536),
+    budget: float = 60.0,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str = "cuda",
+    backward: bool = True,
+    **options: Any,
+) -> Report:
+    """Tunes a layer's kernels for numbers of tokens, on random tensors of its shapes.
+
+    A number of tokens stands for its bucket: up to 256, up to 4096, up to 16384, or more. What is found is kept on
+    disk, and every process uses it that has not called such a layer yet; the layer itself does from now on.
+
+    Args:
+        what: a compiled layer, or a router or module to compile. Of compiled experts or a whole layer, its
+            ``layer(...)``, or the one that was called last.
+        tokens: T, one or several.
+        budget: seconds in all.
+        dtype: of the logits, where none was declared.
+        device: where to tune.
+        backward: also tune the training forward and backward functions.
+        options: fields of `Settings`: ``trials``, ``workers``, ``force``, ``watch``, ...
+
+    Raises:
+        InputTypeError: `what` is something else.
+        ToolchainError: there is no GPU.
+    """
+    layer = _layer_of(what)
+    place = torch.device(device)
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise ToolchainError("tuning measures a GPU, and torch can see none here; see 'moesaic doctor'")
+    counts = [tokens] if isinstance(tokens, int) else [*tokens]
+    if not counts or min(counts) < 1:
+        raise InputError(f"tokens must be numbers of 1 or more, found {tokens}")
+    session = Session(Settings(seconds=float(budget), **options), functions=len(counts) * (3 if backward else 1))
+    generator = torch.Generator(device=place).manual_seed(0)
+    with active(session):
+        for count in counts:
+            given = draw(layer, count, place, generator, dtype)
+            _call(layer, given, backward)
+    return session.report
+
+
+def _layer_of(what: object) -> CompiledLayer:
+    if isinstance(what, PerCall):
+        return what._last()
+    if isinstance(what, CompiledLayer):
+        return what
+    if isinstance(what, Router | Module):
+        return compile(what)
+    raise InputTypeError(
+        f"autotune takes a compiled layer, a Router or a Module, found {type(what).__name__}; of experts and of whole "
+        "layers it takes compile(...).layer(...)"
+    )
+
+
+def draw(
+    layer: CompiledLayer,
+    tokens: int,
+    device: torch.device,
+    generator: torch.Generator,
+    dtype: torch.dtype | str | None = None,
+) -> dict[str, torch.Tensor]:
+    """Random inputs of a layer by name, the first one first: rows of normal numbers, matrices that keep their scale,
+    distinct picks."""
+    program = layer._program(DType.parse(dtype) if dtype is not None else None)
+    signature = signature_of(program.key)
+    experts = max((i.columns[0] for i in signature.inputs if len(i.columns) == 3), default=0)
+    given: dict[str, torch.Tensor] = {}
+    for wanted in signature.inputs:
+        if wanted.name == signature.sequences:
+            continue
+        lengths = {"rows": (tokens,), "sequences": (1,), "slots": (tokens,)}
+        shape = (*lengths.get(wanted.kind, ()), *wanted.columns)
+        if wanted.dtype.is_floating_point:
+            scale = 1.0 if wanted.kind == "rows" else wanted.columns[-1] ** -0.5 if len(wanted.columns) > 1 else 0.1
+            made = torch.randn(shape, device=device, generator=generator, dtype=torch.float32).mul_(scale)
+            given[wanted.name] = made.to(wanted.dtype)
+        elif wanted.dtype == torch.bool:
+            given[wanted.name] = torch.rand(shape, device=device, generator=generator) < 0.95
+        else:
+            among = experts or signature.columns
+            order = torch.rand((tokens, among), device=device, generator=generator)
+            given[wanted.name] = order.topk(wanted.columns[-1], dim=-1).indices.to(wanted.dtype)
+    first = next(iter(given))
+    if signature.segments:  # one sequence
+        axis = 0 if signature.segments == "batch_first" else 1
+        rows = {i.name for i in signature.inputs if i.kind == "rows"}
+        given = {n: t.unsqueeze(axis) if n in rows else t for n, t in given.items()}
+    assert first == signature.inputs[0].name
+    return given
+
+
+def _call(layer: CompiledLayer, given: dict[str, torch.Tensor], backward: bool) -> None:
+    """Inference, and training with random cotangents."""
+    (_, first), *rest = given.items()
+    with torch.no_grad():
+        layer(first, **dict(rest))
+    if not backward:
+        return
+    leaves = {n: t.detach().requires_grad_(t.is_floating_point()) for n, t in given.items()}
+    (_, first), *rest = leaves.items()
+    with torch.enable_grad():
+        result = layer(first, **dict(rest))
+    every = [t for r in result for t in (r.values() if isinstance(r, dict) else [r])]
+    used = [t for t in every if t.requires_grad]
+    if used:
+        torch.autograd.backward(used, [torch.randn_like(t) for t in used])
