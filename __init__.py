@@ -29,6 +29,8 @@ _TABLE: dict[str, str] = {
     "parse": "moesaic.ir.parser:parse",
     # compiling
     "compile": "moesaic.runtime.compile:compile",
+    "autotune": "moesaic.runtime.tuning.autotune:autotune",
+    "autotuning": "moesaic.runtime.tuning.autotune:autotuning",
     # on tensors that are there: scores, losses, balancing
     "scores": "moesaic.runtime.functional:scores",
     "load_balance_loss": "moesaic.runtime.functional:load_balance_loss",
@@ -77,6 +79,7 @@ if TYPE_CHECKING:
         update_bias,
         z_loss,
     )
+    from moesaic.runtime.tuning.autotune import autotune, autotuning
 
 
 def __getattr__(name: str) -> Any:

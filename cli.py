@@ -23,6 +23,7 @@ from moesaic.runtime.commands import (
     reporting,
     run,
     show,
+    tune,
 )
 from moesaic.runtime.commands.verbs import Verbs
 
@@ -113,6 +114,6 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     parser.add_argument("--version", action="version", version=f"moesaic {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     verbs = Verbs(commands)
-    for module in (demo, opt, compile, show, explain, run, listings, doctor, cache):
+    for module in (demo, opt, compile, show, explain, run, tune, listings, doctor, cache):
         module.add(verbs)
     return parser, list(commands.choices)

@@ -52,7 +52,7 @@ from moesaic.runtime.commands import console
 from moesaic.runtime.compile import CompiledLayer
 from moesaic.runtime.execute import RUNNERS
 from moesaic.runtime.tuning.autotune import Session, active, autotune, draw
-from moesaic.runtime.tuning.bench import KernelBench
+from moesaic.runtime.tuning.bench import KernelBench, Timers
 from moesaic.runtime.tuning.journal import Journal
 from moesaic.runtime.tuning.report import Report
 from moesaic.runtime.tuning.search import Built, Search, Trial, key_of
@@ -185,11 +185,14 @@ def replayed(candidates: Sequence[tuple[Point, float]], trials: Sequence[Trial],
 class Prover:
     """Goes through the proofs; what a run has no time for is left to the next."""
 
-    def __init__(self, out: Path, tables: Tables, deadline: float, workers: int | None) -> None:
+    def __init__(
+        self, out: Path, deadline: float, workers: int | None, device: str = "cuda", timers: Timers | None = None
+    ) -> None:
         self._out = out
-        self._tables = tables
         self._deadline = deadline
         self._workers = workers
+        self._device = torch.device(device)
+        self._timers = timers
         self.rows: list[dict[str, Any]] = []
 
     def run(self, proofs: Sequence[Proof]) -> int:
@@ -212,7 +215,6 @@ class Prover:
 
     def _prove(self, proof: Proof) -> dict[str, Any]:
         say(f"{proof.name}, T = {proof.tokens}")
-        device = torch.device("cuda", 0)
         kept = Kept(proof.kernel)
         settings = Settings(
             seconds=max(1.0, self._deadline - time.monotonic()),
@@ -222,10 +224,11 @@ class Prover:
             journal=Journal(self._out / "prove.jsonl"),
             watch=kept,
             kernels=(proof.kernel,),
+            timers=self._timers,
         )
-        generator = torch.Generator(device=device).manual_seed(0)
+        generator = torch.Generator(device=self._device).manual_seed(0)
         layer = proof.make()
-        given = draw(layer, proof.tokens, device, generator)
+        given = draw(layer, proof.tokens, self._device, generator)
         (_, first), *rest = given.items()
         session = Session(settings, functions=1)
         with active(session), torch.no_grad():
@@ -384,7 +387,7 @@ def table_of(entries: Mapping[KernelKey, Any]) -> str:
 def about() -> dict[str, str]:
     """Where numbers are from."""
     return {
-        "gpu": torch.cuda.get_device_name(0),
+        "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none",
         "driver": driver_version(),
         "torch": str(torch.__version__),
         "commit": commit(),
@@ -443,7 +446,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         until = deadline if args.only else start + 0.5 * args.seconds if args.seconds else math.inf
         proofs = [p for p in PROOFS if not args.shapes or any(s in p.name for s in args.shapes)]
         runner.tables = Tables(card, args.out / "prove-table.json", args.out / "none.json")
-        bad += Prover(args.out, runner.tables, until, args.workers).run(proofs)
+        bad += Prover(args.out, until, args.workers).run(proofs)
         runner.tables = tables
     if args.only != "prove":
         bad += grow(args, args.out, tables, deadline)

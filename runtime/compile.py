@@ -59,6 +59,7 @@ class Options(TypedDict, total=False):
     recompute: str | None
     allow_tf32: bool
     passes: str
+    tune: bool
 
 
 @overload
@@ -75,6 +76,7 @@ def compile(
     recompute: str | None = None,
     allow_tf32: bool = False,
     passes: str = "",
+    tune: bool = False,
 ) -> CompiledLayer | CompiledExperts | CompiledMoE:
     """Compiles a declared layer.
 
@@ -92,6 +94,9 @@ def compile(
             cores multiply. Sums stay in float32. The reference does not round.
         passes: options of passes in place of the compiler's choices, written as in a pipeline, say
             ``"specialize{lanes=8}"``: for measuring one choice against another.
+        tune: whether the first call on a GPU with numbers of tokens of a kind tunes the kernels that it runs, if no
+            table knows them; see ``moesaic.autotune``, which does so beforehand. Such a call takes up to
+            ``MOESAIC_AUTOTUNE_BUDGET`` seconds.
 
     Raises:
         InputError: an unknown backend, target or `recompute`.
@@ -112,12 +117,12 @@ def compile(
     if isinstance(what, Experts):
         from moesaic.runtime.experts import CompiledExperts  # which is made of layers like the one below
 
-        return CompiledExperts(what, target, backend, chosen)
+        return CompiledExperts(what, target, backend, chosen, tune)
     if isinstance(what, MoE):
         from moesaic.runtime.moe import CompiledMoE
 
-        return CompiledMoE(what, target, backend, chosen)
-    return CompiledLayer(what, target, backend, chosen)
+        return CompiledMoE(what, target, backend, chosen, tune)
+    return CompiledLayer(what, target, backend, chosen, tune)
 
 
 def _chosen(passes: str, recompute: str | None, allow_tf32: bool) -> str:
@@ -295,11 +300,14 @@ class CompiledLayer:
     unrounded, and gives autograd none. It is for eager calls.
     """
 
-    def __init__(self, declared: Router | Module, target: Target | None, backend: str, passes: str = "") -> None:
+    def __init__(
+        self, declared: Router | Module, target: Target | None, backend: str, passes: str = "", tune: bool = False
+    ) -> None:
         self._declared = declared
         self._target = target
         self._asked = backend
         self._passes = passes
+        self._tune = tune
         self._declared_dtype = _declared_dtype(declared)
         self._native: Any = None  # a `Caller` of the native launcher, and the backend that it stands for
         self._native_backend = ""
@@ -316,6 +324,8 @@ class CompiledLayer:
                 TORCH_DTYPES[dtype]: _program_for(declared, dtype, passes, masked=True).key for dtype in self._dtypes()
             }
             self._losses = tuple(declared.losses)
+        if tune:
+            _cuda.tuned_first |= {*self._handles.values(), *self._masked_handles.values()}
         names = declared.outputs if isinstance(declared, Router) else tuple(declared.entry.result_names)
         self._result_type = _result_type((*names, "losses") if self._losses else names)
         self._flat_type = (
@@ -332,10 +342,11 @@ class CompiledLayer:
         if isinstance(self._declared, Router):
             check_can_pickle("score", self._declared.score)
         declared = self._declared if isinstance(self._declared, Router) else str(self._declared)
-        return _restore, (declared, None if self._target is None else self._target.name, self._asked, self._passes)
+        target = None if self._target is None else self._target.name
+        return _restore, (declared, target, self._asked, self._passes, self._tune)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledLayer:
-        return CompiledLayer(self._declared, self._target, self._asked, self._passes)
+        return CompiledLayer(self._declared, self._target, self._asked, self._passes, self._tune)
 
     # ------------------------------------------------------------------------------------------------- running
 
@@ -492,8 +503,11 @@ class CompiledLayer:
         if runner is not None and any(len(i.columns) > 1 for i in signature_of(program.key).inputs):
             runner.prepare_all(program, torch.device(device), backward)  # matrices are too large for trial calls
             return
-        for tokens in (1, runner.few_tokens + 1) if runner is not None else ():  # the reference has nothing to prepare
+        if runner is None:  # the reference has nothing to prepare
+            return
+        for tokens in (1, runner.few_tokens + 1):
             self._warm_up(program, tokens, device, backward)
+        runner.prepare_buckets(program, torch.device(device))
 
     def _warm_up(self, program: Program, tokens: int, device: torch.device | str, backward: bool) -> None:
         """Calls the layer on zeros, forward and backward, so that everything it needs is there."""
@@ -671,11 +685,11 @@ class _Assembly(Mapping[str, Mapping[str, Any]]):
         return len(self._KINDS)
 
 
-def _restore(declared: Router | str, target: str | None, backend: str, passes: str) -> CompiledLayer:
+def _restore(declared: Router | str, target: str | None, backend: str, passes: str, tune: bool) -> CompiledLayer:
     from moesaic.ir.parser import parse
 
     made = parse(declared) if isinstance(declared, str) else declared
-    return compile(made, target=target, backend=backend, passes=passes)
+    return compile(made, target=target, backend=backend, passes=passes, tune=tune)
 
 
 def _declared_dtype(declared: Router | Module) -> DType | None:

@@ -29,7 +29,7 @@ from moesaic.runtime import driver, launcher, reproducer, token_buckets
 from moesaic.runtime.kernels import compiled_kernel, source_of
 from moesaic.runtime.locks import KeyedLocks
 from moesaic.runtime.plan import LaunchPlan
-from moesaic.runtime.program import FEW_TOKENS, Executable, Program
+from moesaic.runtime.program import Executable, Program
 from moesaic.runtime.reference import TORCH_DTYPES
 from moesaic.runtime.tuning.lookup import points_for, tunables
 from moesaic.runtime.tuning.tables import Card, Tables
@@ -374,7 +374,7 @@ class Runner:
     configure alike share their kernels.
     """
 
-    few_tokens = FEW_TOKENS
+    few_tokens = token_buckets.FEW_TOKENS
     """Up to so many tokens are few; see ``token_buckets.py``."""
 
     session: Session | None = None
@@ -387,6 +387,8 @@ class Runner:
         self._prepared: dict[tuple[Any, ...], Prepared] = {}
         self._distinct: dict[tuple[Any, ...], Prepared] = {}
         self._preparing = KeyedLocks()
+        self.tuned_first: set[str] = set()
+        """Programs whose functions are tuned before they first run in a bucket of T."""
 
     def run(
         self, program: Program, kind: str, cotangents: tuple[str, ...], inputs: Sequence[torch.Tensor]
@@ -431,6 +433,17 @@ class Runner:
                 table = self.table(program, kind, cotangents)
                 if table is not None:
                     self.add_native(table, key, prepared)
+
+    def prepare_buckets(self, program: Program, device: torch.device) -> None:
+        """Prepares, for every bucket of T, the calls that are prepared for some."""
+        for key in [k for k in self._prepared if k[0] == program.key]:
+            place = device if key[3] < 0 else torch.device(device.type, key[3])
+            for bucket in range(token_buckets.COUNT):
+                other = (*key[:4], bucket, key[5])
+                prepared = self._prepare(other, program, place)
+                table = self.table(program, key[1], key[2])
+                if table is not None:
+                    self.add_native(table, other, prepared)
 
     def place(self, device: torch.device) -> torch.device:
         """The device with its number."""
@@ -575,7 +588,7 @@ class CudaRunner(Runner):
         self, program: Program, kind: str, cotangents: tuple[str, ...], inputs: Sequence[torch.Tensor]
     ) -> None:
         mode = environment.AUTOTUNE.get()
-        if mode in ("1", "force"):
+        if mode in ("1", "force") or (mode != "off" and program.key in self.tuned_first):
             from moesaic.runtime.tuning.autotune import tune_call  # which is made of runners
 
             tune_call(self, program, kind, cotangents, inputs, force=mode == "force")

@@ -20,11 +20,19 @@ from moesaic.runtime.reference import FLOATS, INDICES
 
 @made_once
 def _layer(
-    handle: str, dtype: str, top_k: int, indices: str, weights: str, target: str | None, backend: str, passes: str
+    handle: str,
+    dtype: str,
+    top_k: int,
+    indices: str,
+    weights: str,
+    target: str | None,
+    backend: str,
+    passes: str,
+    tune: bool,
 ) -> compiling.CompiledLayer:
     declared: Experts = by_handle(handle)
     module = declared.module(DType(dtype), top_k, DType(indices), DType(weights))
-    return compiling.CompiledLayer(module, None if target is None else Target.parse(target), backend, passes)
+    return compiling.CompiledLayer(module, None if target is None else Target.parse(target), backend, passes, tune)
 
 
 class CompiledExperts(PerCall):
@@ -37,10 +45,12 @@ class CompiledExperts(PerCall):
     given, zeros where no token went. K is that of each call. Under autocast, x, matrices and biases are cast to its
     type."""
 
-    def __init__(self, declared: Experts, target: Target | None, backend: str, passes: str = "") -> None:
+    def __init__(
+        self, declared: Experts, target: Target | None, backend: str, passes: str = "", tune: bool = False
+    ) -> None:
         matrices = (*declared.up_names, "down_proj")
         biases = (f"{name}_bias" for name in matrices if declared.bias)
-        super().__init__("layer of experts", (*matrices, *biases), target, backend, passes)
+        super().__init__("layer of experts", (*matrices, *biases), target, backend, passes, tune)
         self._declared = declared
         self._handle = handle_of(declared)
         self._result_type = namedtuple("ExpertsResult", declared.outputs)  # type: ignore[misc]
@@ -48,10 +58,10 @@ class CompiledExperts(PerCall):
     def __reduce__(self) -> tuple[Any, ...]:
         compiling.check_can_pickle("activation", self._declared.activation)
         compiling.check_can_pickle("gating", self._declared.gating)
-        return _restore, (self._declared, self._target, self._asked, self._passes)
+        return _restore, (self._declared, self._target, self._asked, self._passes, self._tune)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledExperts:
-        return _restore(self._declared, self._target, self._asked, self._passes)
+        return _restore(self._declared, self._target, self._asked, self._passes, self._tune)
 
     # ------------------------------------------------------------------------------------------------- running
 
@@ -99,6 +109,7 @@ class CompiledExperts(PerCall):
             self._target,
             self._asked,
             self._passes,
+            self._tune,
         )
 
     def warmup(
@@ -142,11 +153,11 @@ class CompiledExperts(PerCall):
         """
         asked = self._asked_dtype(dtype, self._declared.dtype)
         first, second, third = (DType.parse(t).value for t in (asked, indices_dtype, weights_dtype))
-        return _layer(self._handle, first, top_k, second, third, self._target, self._asked, self._passes)
+        return _layer(self._handle, first, top_k, second, third, self._target, self._asked, self._passes, self._tune)
 
     def __repr__(self) -> str:
         return f"CompiledExperts({self._declared}, backend={self.backend!r})"
 
 
-def _restore(declared: Experts, target: str | None, backend: str, passes: str) -> CompiledExperts:
-    return CompiledExperts(declared, None if target is None else Target.parse(target), backend, passes)
+def _restore(declared: Experts, target: str | None, backend: str, passes: str, tune: bool) -> CompiledExperts:
+    return CompiledExperts(declared, None if target is None else Target.parse(target), backend, passes, tune)

@@ -18,11 +18,11 @@ from moesaic.runtime.per_call import PerCall, autocast_dtype, check_slots, check
 
 @made_once
 def _layer(
-    handle: str, dtype: str, masked: bool, target: str | None, backend: str, passes: str
+    handle: str, dtype: str, masked: bool, target: str | None, backend: str, passes: str, tune: bool
 ) -> compiling.CompiledLayer:
     declared: MoE = by_handle(handle)
     module = declared.module(DType(dtype), masked=masked)
-    return compiling.CompiledLayer(module, None if target is None else Target.parse(target), backend, passes)
+    return compiling.CompiledLayer(module, None if target is None else Target.parse(target), backend, passes, tune)
 
 
 class CompiledMoE(PerCall):
@@ -35,8 +35,10 @@ class CompiledMoE(PerCall):
     is. Gradients flow to x, all weights and biases, and the learned inputs of the router. Under autocast, x and the
     matrices are cast to its type."""
 
-    def __init__(self, declared: MoE, target: Target | None, backend: str, passes: str = "") -> None:
-        super().__init__("layer", declared.parameters, target, backend, passes)
+    def __init__(
+        self, declared: MoE, target: Target | None, backend: str, passes: str = "", tune: bool = False
+    ) -> None:
+        super().__init__("layer", declared.parameters, target, backend, passes, tune)
         self._declared = declared
         self._handle = handle_of(declared)
         names = (*declared.outputs, "losses") if declared.losses else declared.outputs
@@ -48,10 +50,10 @@ class CompiledMoE(PerCall):
         for part in (declared.experts, *(() if declared.shared is None else (declared.shared,))):
             compiling.check_can_pickle("activation", part.activation)
             compiling.check_can_pickle("gating", part.gating)
-        return _restore, (declared, self._target, self._asked, self._passes)
+        return _restore, (declared, self._target, self._asked, self._passes, self._tune)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledMoE:
-        return _restore(self._declared, self._target, self._asked, self._passes)
+        return _restore(self._declared, self._target, self._asked, self._passes, self._tune)
 
     def __call__(self, x: torch.Tensor, *parameters: torch.Tensor, **named: Any) -> Any:
         """Runs the layer; see the class.
@@ -88,7 +90,7 @@ class CompiledMoE(PerCall):
 
     def _layer_for(self, x: torch.Tensor, masked: bool) -> compiling.CompiledLayer:
         found = self._check_x(x, self._declared.dtype)
-        return _layer(self._handle, found, masked, self._target, self._asked, self._passes)
+        return _layer(self._handle, found, masked, self._target, self._asked, self._passes, self._tune)
 
     def warmup(
         self,
@@ -120,11 +122,11 @@ class CompiledMoE(PerCall):
             InputError: no dtype was declared, and none is given.
         """
         asked = self._asked_dtype(dtype, self._declared.dtype)
-        return _layer(self._handle, asked.value, token_mask, self._target, self._asked, self._passes)
+        return _layer(self._handle, asked.value, token_mask, self._target, self._asked, self._passes, self._tune)
 
     def __repr__(self) -> str:
         return f"CompiledMoE({self._declared}, backend={self.backend!r})"
 
 
-def _restore(declared: MoE, target: str | None, backend: str, passes: str) -> CompiledMoE:
-    return CompiledMoE(declared, None if target is None else Target.parse(target), backend, passes)
+def _restore(declared: MoE, target: str | None, backend: str, passes: str, tune: bool) -> CompiledMoE:
+    return CompiledMoE(declared, None if target is None else Target.parse(target), backend, passes, tune)

@@ -33,12 +33,15 @@ class PerCall:
         parameters: the inputs after the first ones that a call takes by place, too.
     """
 
-    def __init__(self, what: str, parameters: Sequence[str], target: Target | None, backend: str, passes: str) -> None:
+    def __init__(
+        self, what: str, parameters: Sequence[str], target: Target | None, backend: str, passes: str, tune: bool
+    ) -> None:
         self._what = what
         self._parameters = tuple(parameters)
         self._target = None if target is None else target.name
         self._asked = backend
         self._passes = passes
+        self._tune = tune
         self._used: compiling.CompiledLayer | None = None
         # By what decides between layers: to find one anew takes longer than its launches.
         self._found: dict[Hashable, compiling.CompiledLayer] = {}

@@ -6,6 +6,9 @@ rule of ``specialize`` knows few and many; what was tuned may differ in each buc
 
 from __future__ import annotations
 
+FEW_TOKENS = 4096
+"""Up to so many tokens are few, on a GPU."""
+
 COUNT = 4
 """How many there are."""
 
@@ -33,7 +36,7 @@ def label(bucket: int, few_tokens: int) -> str:
     return f"<={known[bucket]}" if bucket < len(known) else f">{known[-1]}"
 
 
-def typical(bucket: int, few_tokens: int) -> int:
-    """A number of tokens of a bucket that stands for the others: its largest, or the smallest power of two beyond."""
-    known = edges(few_tokens)
-    return max(1, known[bucket]) if bucket < len(known) else 4 * known[-1]
+def in_range(low: int, high: int, few_tokens: int) -> tuple[int, ...]:
+    """A number of tokens for each bucket that a range meets: the largest of the bucket that is in the range."""
+    ends = [min(edge, high) for edge in (*edges(few_tokens), high)]
+    return tuple(dict.fromkeys(tokens for tokens in ends if tokens >= low))

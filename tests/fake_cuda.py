@@ -16,6 +16,7 @@ import torch
 from moesaic.codegen.kernel import GeneratedKernel
 from moesaic.codegen.target import Target
 from moesaic.runtime import driver, execute
+from moesaic.runtime.tuning.tables import Tables
 
 fake = ctypes.CDLL("libcuda.so.1")
 fake.fake_name.restype = ctypes.c_char_p
@@ -98,6 +99,9 @@ class FakeCudaRunner(execute.CudaRunner):
 
     def target(self, device: torch.device) -> Target:
         return driver.device_target(0)
+
+    def tables_of(self, device: torch.device) -> Tables | None:
+        return self.tables
 
     def check_may_compile(self) -> None:
         pass

@@ -17,6 +17,7 @@ from moesaic.passes.instruments import read_reproducer
 
 if TYPE_CHECKING:
     from moesaic.ir.core import Module
+    from moesaic.ir.declare import Router
 
 SPLIT_MARK = "// -----"
 _DECLARED = ("router", "layer")
@@ -77,6 +78,19 @@ def read_module(file: str, dtype: str | None = None) -> Module:
         InputError: the file cannot be read, or what it says is not legal.
         UsageError: `dtype` is given where the file decides.
     """
+    from moesaic.ir.core import Module
+
+    declared = read_declared(file, dtype)
+    return declared if isinstance(declared, Module) else declared.module(dtype)
+
+
+def read_declared(file: str, dtype: str | None = None) -> Module | Router:
+    """What a file of either kind declares, as it does.
+
+    Raises:
+        InputError: the file cannot be read, or what it says is not legal.
+        UsageError: `dtype` is given where the file decides.
+    """
     if is_python(file):
         return _python_module(file, dtype)
     if dtype is not None:
@@ -84,7 +98,7 @@ def read_module(file: str, dtype: str | None = None) -> Module:
     return parse_source(read_source(file))
 
 
-def _python_module(file: str, dtype: str | None) -> Module:
+def _python_module(file: str, dtype: str | None) -> Module | Router:
     from moesaic.ir.core import Module
     from moesaic.ir.declare import Router
     from moesaic.ir.moe import MoE
@@ -118,7 +132,7 @@ def _python_module(file: str, dtype: str | None) -> Module:
         if dtype is None and declared.dtype is None:
             raise UsageError(f"the layer in {file} is declared without a dtype; say which: --dtype bf16")
         return declared.module(DType.parse(dtype or declared.dtype))
-    return declared.module(dtype)
+    return declared
 
 
 def _place(error: BaseException, source: Source) -> Location | None:

@@ -95,6 +95,11 @@ class Compilers:
         try:
             return worker.compile(kernel, self._target)
         finally:
+            if not worker.lives:
+                worker.end()
+                self._started.remove(worker)
+                worker = _Worker()
+                self._started.append(worker)
             self._idle.put(worker)
 
 
@@ -102,6 +107,7 @@ class _Worker:
     """One process, and its end of the conversation: a line of JSON each way."""
 
     def __init__(self) -> None:
+        self._dead = False
         command = [sys.executable, "-m", "moesaic.runtime.tuning.compilers"]
         found = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}  # what this process imports
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=found)
@@ -118,16 +124,26 @@ class _Worker:
         else:
             reason = f"exit code {self._process.poll()}"
         if not answer:  # it has died of it: out of memory, most likely
+            self._dead = True
             return f"the process that compiled it ended ({reason})"
         made: dict[str, Any] = json.loads(answer)
         return str(made["error"]) if "error" in made else Compiled(**made)
 
+    @property
+    def lives(self) -> bool:
+        """Whether it can compile more."""
+        return not self._dead and self._process.poll() is None
+
     def end(self) -> None:
+        """Has it end, or ends it."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.close()
+        except OSError:  # it has ended, with something unread
+            pass
+        try:
             self._process.wait(5)
-        except (OSError, subprocess.TimeoutExpired):
+        except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
         if self._process.stdout is not None:

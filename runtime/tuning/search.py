@@ -154,8 +154,9 @@ class Search:
                 count = min(count, self.most_trials - self._tried())
             chosen = left[:1] if first else self._likeliest(left, count)
             left = [c for c in left if c not in chosen]
-            again = [(p, e) for p, e in chosen if key_of(p) in self.known]
-            fresh = [(p, e) for p, e in chosen if key_of(p) not in self.known]
+            # The rule's own is tried even if it is known: the others are held against its results.
+            again = [(p, e) for p, e in chosen if key_of(p) in self.known and not first]
+            fresh = [(p, e) for p, e in chosen if key_of(p) not in self.known or first]
             for point, estimate in again:
                 self._remember(replace(self.known[key_of(point)], point=point, estimate=estimate))
             for (point, estimate), built in zip(fresh, self.build([p for p, _ in fresh]), strict=True):
