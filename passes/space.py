@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import math as python_math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from moesaic.ir.core import BlockArgument, Value
@@ -28,7 +28,7 @@ from moesaic.ir.ops import row, slot
 from moesaic.ir.ops.kernel import narrow_columns
 from moesaic.ir.ops.launch import Kernel
 from moesaic.passes.product_shape import Lines, ProductShape
-from moesaic.passes.specialize import Specialize
+from moesaic.passes.specialize import Specialize, point_text
 
 Point = Mapping[str, str]
 """A value for each parameter by name."""
@@ -132,6 +132,7 @@ class Space:
     specialize: Specialize
     limits: Limits
     aligned: Mapping[Value, int]
+    _configs: dict[str, dict[str, str]] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def family(self) -> Family | None:
@@ -149,7 +150,11 @@ class Space:
         Raises:
             UsageError, UnsupportedError: there is none.
         """
-        return self.specialize.config(self.op, self.aligned, point)
+        key = point_text("", point)  # a search asks for each of them again and again
+        found = self._configs.get(key)
+        if found is None:
+            found = self._configs[key] = self.specialize.config(self.op, self.aligned, point)
+        return found
 
     def problem(self, point: Point) -> str:
         """Why a point cannot be; empty if it can. Values need not be those of the family: what an older version, or a
@@ -157,9 +162,12 @@ class Space:
         family = self.family
         if family is None:
             return f"{self.op.template} has nothing to choose"
-        unknown = point.keys() - {p.name for p in family.parameters}
+        known = {p.name: p.values for p in family.parameters}
+        unknown = point.keys() - known.keys()
         if unknown:
             return f"unknown parameters {', '.join(sorted(unknown))}"
+        if not all(v.isdigit() == known[n][0].isdigit() for n, v in point.items()):
+            return "a number stands where a word belongs, or a word for a number"
         try:
             config = self.config(point)
         except (UsageError, UnsupportedError, ValueError) as error:
@@ -167,8 +175,6 @@ class Space:
         other = {n: config.get(n, "") for n, v in point.items() if config.get(n) != v}
         if other:
             return "the kernel takes " + ", ".join(f"{n}={v or 'none'}" for n, v in other.items())
-        if not all(v.isdigit() == self.default.get(n, v).isdigit() for n, v in point.items()):
-            return "a number stands where a word belongs, or a word for a number"
         if self.op.template == "row_program":
             return self._row_program(config)
         if self.op.template in ("product", "wgrad"):
@@ -233,15 +239,14 @@ class Space:
     # ------------------------------------------------------------------------------------------------- products
 
     def _product(self, shape: ProductShape) -> str:
-        rule = ProductShape.parse(self.config({}))
-        assert self.op.region is not None
-        ops = self.op.region.ops
+        rule = self._rule
+        if shape == rule:  # which works on every target, if not with as many blocks as it would like
+            return ""
         if shape.tile != rule.tile:
             return f"tiles by {rule.tile} and by {shape.tile} round differently"
-        summed = any(isinstance(o, row.Sum) for o in ops)
+        size, parts, width, across, summed = self._operands
         if summed and (shape.columns, shape.threads, shape.depth) != (rule.columns, rule.threads, rule.depth):
             return "the order of sums over columns would be another"
-        size, parts, width, across = self._operands()
         if shape.columns > max(64, rule.columns, 1 << (width - 1).bit_length()):
             return f"tiles of {shape.columns} columns are wider than {width}"
         wide = parts * shape.columns
@@ -292,19 +297,26 @@ class Space:
             return f"{shape.blocks} blocks of {shape.threads} threads leave {registers} registers for {sums} sums"
         return ""
 
-    def _operands(self) -> tuple[int, int, int, bool]:
-        """Bytes of an element, parts, columns of a part, and whether the right operand lies across the sum."""
+    @functools.cached_property
+    def _rule(self) -> ProductShape:
+        return ProductShape.parse(self.config({}))
+
+    @functools.cached_property
+    def _operands(self) -> tuple[int, int, int, bool, bool]:
+        """Bytes of an element, parts, columns of a part, whether the right operand lies across the sum, and whether
+        rows are summed afterwards."""
         assert self.op.region is not None
+        summed = any(isinstance(o, row.Sum) for o in self.op.region.ops)
         for op in self.op.region.ops:
             if isinstance(op, slot.Product):
                 outer = op.sizes()[1]
                 in_turn = any(o.interleaved for o in self.op.region.ops if isinstance(o, slot.Split | slot.Join))
                 parts = 2 if outer != narrow_columns(self.op.region) and not in_turn else 1
-                return op.x.type.dtype.bytes, parts, outer // parts, op.transposed
+                return op.x.type.dtype.bytes, parts, outer // parts, op.transposed, summed
             if isinstance(op, slot.GroupedWgrad | slot.Wgrad):
                 width = op.b.type.shape[-1]
                 assert isinstance(width, int)
-                return op.a.type.dtype.bytes, 1, width, True
+                return op.a.type.dtype.bytes, 1, width, True, summed
         raise UnsupportedError(f"{self.op.symbol}: a product kernel without a product")
 
     def _table_bytes(self, shape: ProductShape) -> int:

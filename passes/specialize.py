@@ -6,6 +6,7 @@ selecting gives the same picks. What it decides is how the work is spread.
 
 from __future__ import annotations
 
+import functools
 import math as python_math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -403,6 +404,7 @@ def _selection(op: row.TopK, experts: int, slots: int, lanes: int, listed: int) 
     return ("merge" if full <= 16 and merge <= rounds else "rounds"), best
 
 
+@functools.cache
 def merging_instructions(listed: int, picks: int, slots: int, lanes: int) -> float:
     """Instructions of a lane that lists its best values and merges lists with the other lanes, shuffles included.
 
