@@ -469,3 +469,37 @@ def test_buckets() -> None:
     assert [token_buckets.rule(n) for n in range(token_buckets.COUNT)] == ["few", "few", "many", "many"]
     assert token_buckets.in_range(1024, 65536, few) == (4096, 16384, 65536)
     assert token_buckets.in_range(100, 200, few) == (200,)
+
+
+# The command ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    from moesaic.cli import main
+    from moesaic.runtime.tuning import autotune as tuning
+
+    example = str(Path(__file__).resolve().parent.parent / "examples" / "qwen3_moe.moe")
+    if not torch.cuda.is_available():
+        assert main(["tune", example]) == ToolchainError.exit_code
+        assert "tune measures a GPU" in capsys.readouterr().err
+    for wrong in (["--tokens", "9:3"], ["--budget", "soon"], ["--experts", "8,few"]):
+        assert main(["tune", example, *wrong]) == 2
+    assert main(["tune", example, "--experts", "4"]) == 1
+    assert "k = 8" in capsys.readouterr().err
+    asked = []
+
+    def autotune(what: Any, **options: Any) -> Report:
+        asked.append((what.entry.arguments[0].type.shape[-1], options["tokens"], options["backward"]))
+        assert 0 < options["budget"] <= 60 and options["trials"] == 9 and options["workers"] == 2
+        return report_of(asked[-1][0])
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(tuning, "autotune", autotune)
+    plot = tmp_path / "plot.svg"
+    options = ["--experts", "8,64", "--tokens", "1024:65536", "--budget", "1m", "--trials", "9", "--jobs", "2"]
+    assert main(["tune", example, *options, "--forward", "--plot", str(plot)]) == 0
+    assert asked == [(8, (4096, 16384, 65536), False), (64, (4096, 16384, 65536), False)]
+    out = capsys.readouterr().out
+    assert "lanes=2" in out and "forward, T = 4096" in out and plot.read_text().startswith("<svg")
+    assert main(["tune", example, *options, "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["kernels"]) == 4

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from moesaic.ir.declare import Router
 
 _EXAMPLES = """
-Candidates are compiled side by side, checked bit by bit against the built-in choice, and timed on this card
-with random tensors. What is found is kept in the disk cache, and every process uses it from then on. What is
-known already is not searched again, unless with --force. Needs a GPU.
+Candidates are compiled side by side, checked bit by bit against the built-in choice, and timed on
+this card with random tensors. What is found is kept in the disk cache, and every process uses it
+from then on. What is known already is not searched again, unless with --force. Needs a GPU.
 
 examples:
-  moesaic tune router.moe                                        three numbers of tokens, one minute
-  moesaic tune router.moe --experts 8,64,128,256 --budget 2m     the same router with other numbers of experts
+  moesaic tune router.moe                                      three numbers of tokens, one minute
+  moesaic tune router.moe --experts 8,64,256 --budget 2m       with other numbers of experts, too
   moesaic tune router.py --dtype bf16 --tokens 1024:65536 --plot tuned.svg
   moesaic tune router.moe --tokens 16384 --forward --trials 50 --json
 """
