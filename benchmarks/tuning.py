@@ -8,8 +8,8 @@
     python benchmarks/tuning.py --list                                 # what is tuned, without a GPU
 
 moesaic has to be importable (``pip install -e .``). Nothing is begun after ``--seconds``. Every trial is noted in the
-output folder as it happens, and a run goes on where the last one in that folder stopped; a candidate that took the
-process with it is not tried again.
+output folder as it happens, and a run goes on where the last one in that folder stopped. The work is done by a process
+that is started again when a candidate hangs, or takes the GPU's context with it; such a candidate is not tried again.
 
 *Prove*: for each of five kernels every candidate is compiled, checked against the rule's and timed. Then the search
 that users run looks for the fastest among the times that were measured, with 20 trials; the winners are timed in turn.
@@ -29,9 +29,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import shutil
 import statistics
+import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -54,12 +57,15 @@ from moesaic.runtime.execute import RUNNERS
 from moesaic.runtime.tuning.autotune import Session, active, autotune, draw
 from moesaic.runtime.tuning.bench import KernelBench, Timers
 from moesaic.runtime.tuning.journal import Journal
-from moesaic.runtime.tuning.report import Report
 from moesaic.runtime.tuning.search import Built, Search, Trial, key_of
 from moesaic.runtime.tuning.tables import SHIPPED, Card, Table, Tables
 from moesaic.runtime.tuning.tuner import Settings, Tuned, Watch
 
 TRIALS = 20
+_HANGS_SECONDS = 60.0
+_MOST_RESTARTS = 30
+_AGAIN = 75  # exit code of a process that is to be started again
+
 ALLOWED = 0.05
 """How much slower the best of 20 may be than the best of all."""
 
@@ -117,12 +123,14 @@ def work() -> Iterator[Work]:
     """What the table holds, the most used first."""
     many = (65536, 16384, 4096, 256)
     timed = ((128, 8, {}), (256, 8, GROUPS), (512, 10, {}), (64, 6, {}), (256, 8, {}), (8, 2, {}))
-    for e, k, options in timed:
-        for outputs in (("weights", "indices", "counts"), DENSE):
-            name = f"router {e}x{k}{' groups' if options else ''}{' dense' if outputs is DENSE else ''}"
-            yield Work(name, "routers", router(e, k, outputs=outputs, **options), many, "bf16")
-    for case in EXPERTS:
-        yield Work(f"experts {case.name}", "experts", experts(case.name), (16384, 4096, 512), "bf16")
+    for tokens in (many[:1], many[1:]):
+        for e, k, options in timed:
+            for outputs in (("weights", "indices", "counts"), DENSE):
+                name = f"router {e}x{k}{' groups' if options else ''}{' dense' if outputs is DENSE else ''}"
+                yield Work(name, "routers", router(e, k, outputs=outputs, **options), tokens, "bf16")
+        for case in EXPERTS:
+            of_experts = (16384,) if tokens == many[:1] else (4096, 512)
+            yield Work(f"experts {case.name}", "experts", experts(case.name), of_experts, "bf16")
     for e, k in ((896, 16), (384, 8), (160, 6), (128, 4), (64, 8), (60, 4), (32, 4), (16, 1)):
         yield Work(f"router {e}x{k}", "routers", router(e, k), many, "bf16")
     for name, arguments in PRESETS.items():
@@ -206,6 +214,8 @@ class Prover:
                 row = self._prove(proof)
             except Exception as error:  # noqa: BLE001 - the other shapes are worth having
                 say(f"{proof.name}: {type(error).__name__}: {error}")
+                if torch.cuda.is_available() and not still_works():
+                    os._exit(_AGAIN)
                 bad += 1
                 continue
             self.rows.append(row)
@@ -293,10 +303,41 @@ class Prover:
         (self._out / "prove.txt").write_text("\n".join([str(about()), *map(self._line, self.rows)]) + "\n")
 
 
-class Kept(Watch):
+class Watchdog(Watch):
+    """Ends the process, with an exit code that has it started again, when a candidate does not come to an end."""
+
+    def __init__(self) -> None:
+        self._timer: threading.Timer | None = None
+
+    def trial(self, trial: Trial) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if trial.verdict == "begun":
+            self._timer = threading.Timer(_HANGS_SECONDS, self._hangs, (trial,))
+            self._timer.daemon = True
+            self._timer.start()
+
+    @staticmethod
+    def _hangs(trial: Trial) -> None:
+        say(f"  {key_of(trial.point)} hangs")
+        os._exit(_AGAIN)
+
+
+def still_works() -> bool:
+    """Whether this process can still use the GPU."""
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        say(f"  the GPU's context is lost: {str(error).partition(chr(10))[0]}")
+        return False
+    return True
+
+
+class Kept(Watchdog):
     """Keeps what a search was made of."""
 
     def __init__(self, kernel: str) -> None:
+        super().__init__()
         self.kernel = kernel
         self.bench: KernelBench | None = None
         self.build: Callable[[Sequence[Point]], Sequence[Built | str]] = lambda points: []
@@ -309,6 +350,7 @@ class Kept(Watch):
         self.bench, self.build, self.candidates = search.bench, search.build, search.candidates
 
     def trial(self, trial: Trial) -> None:
+        super().trial(trial)
         self._done += trial.verdict != "begun"
         if time.monotonic() - self._said > 10:
             self._said = time.monotonic()
@@ -320,7 +362,7 @@ class Kept(Watch):
 
 def grow(args: argparse.Namespace, out: Path, tables: Tables, deadline: float) -> int:
     """Tunes layer after layer; gives how many failed."""
-    report, failed = Report(), 0
+    failed, journal = 0, Journal(out / "grow.jsonl")
     common = Table(out / f"{replace(tables.card, device='').stem}.json", replace(tables.card, device=""))
     for one in work():
         if args.layers and one.group not in args.layers:
@@ -340,16 +382,18 @@ def grow(args: argparse.Namespace, out: Path, tables: Tables, deadline: float) -
                     budget=min(left, args.budget),
                     trials=TRIALS,
                     workers=args.workers,
-                    journal=Journal(out / "grow.jsonl"),
+                    journal=journal,
+                    watch=Watchdog(),
                 )
             except Exception as error:  # noqa: BLE001 - the other layers are worth having
                 say(f"  {type(error).__name__}: {str(error)[:300]}")
+                if not still_works():
+                    os._exit(_AGAIN)
                 failed += 1
                 continue
             for tuned in found.tuned:
                 if tuned.found is not None:
                     print(f"  {_gain(tuned)}", flush=True)
-            report.add(found.tuned)
             common.entries = dict(tables.user.entries)
             common.path.write_text(common.text(about()), encoding="utf-8")
             (out / "grow.txt").write_text(table_of(common.entries) + "\n", encoding="utf-8")
@@ -394,6 +438,21 @@ def about() -> dict[str, str]:
     }
 
 
+def supervise(arguments: Sequence[str], seconds: float) -> int:
+    """Does the work in a process beside, which is started again where a candidate ended it."""
+    start = time.monotonic()
+    for _ in range(_MOST_RESTARTS):
+        left = seconds - (time.monotonic() - start)
+        if seconds and left < 5:
+            break
+        command = [sys.executable, __file__, *arguments, "--child", *(["--seconds", f"{left:.0f}"] if seconds else [])]
+        code = subprocess.run(command, check=False).returncode
+        if code != _AGAIN and code >= 0:
+            return code
+        say(f"ended with {code}; once more")
+    return 1
+
+
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
@@ -412,7 +471,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     p.add_argument(
         "--budget", type=float, default=60.0, help="seconds for a layer and a T (grow; default: %(default)s)"
     )
-    p.add_argument("--workers", type=int, help="processes that compile (default: one a core, up to 8)")
+    p.add_argument("--workers", type=int, default=os.cpu_count(), help="processes that compile (default: one a core)")
+    p.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     p.add_argument("--install", action="store_true", help="copy the table into the package, and do nothing else")
     p.add_argument("--list", action="store_true", help="print what is tuned, and do nothing else")
     return p.parse_args(arguments)
@@ -434,6 +494,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available():
         say("no GPU: only --list and --install work here")
         return 3
+    if not args.child:
+        return supervise([*(sys.argv[1:] if arguments is None else arguments)], args.seconds)
     start = time.monotonic()
     deadline = start + args.seconds if args.seconds else math.inf
     args.out.mkdir(parents=True, exist_ok=True)

@@ -393,6 +393,47 @@ def test_autotuning(emulated: Runner, tables: Tables, monkeypatch: pytest.Monkey
     assert not len(session.report)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("what", ["router", "experts"])
+def test_on_a_gpu(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results stay what they were, bit by bit, forward and backward, and calls run what was found, captured or not."""
+    runner = RUNNERS["cuda"]
+    known = runner.tables_of(torch.device("cuda"))
+    assert known is not None
+    tables = Tables(known.card, tmp_path / "user.json", tmp_path / "none.json")
+    monkeypatch.setattr(runner, "tables", tables)
+    device = torch.device("cuda", torch.cuda.current_device())
+    if what == "router":
+        layer: Any = mo.compile(mo.Router(64, 6, renormalize=True, dtype="bf16", name="tuned_on_gpu"))
+    else:
+        layer = mo.compile(mo.Experts(9, 256, 136, dtype="bf16", name="tuned_on_gpu")).layer(2)
+    given = draw(layer, 700, device, torch.Generator(device=device).manual_seed(0))
+    first = next(iter(given))
+
+    def run() -> list[torch.Tensor]:
+        leaves = {n: t.detach().requires_grad_(t.is_floating_point()) for n, t in given.items()}
+        result = layer(leaves[first], **{n: t for n, t in leaves.items() if n != first})
+        floats = [r for r in result if r.requires_grad]
+        wanted = [t for t in leaves.values() if t.requires_grad]
+        cotangents = [torch.linspace(-1, 1, r.numel(), device=device).view_as(r).to(r.dtype) for r in floats]
+        return [*result, *torch.autograd.grad(floats, wanted, cotangents)]
+
+    before = run()
+    report = autotune(layer, tokens=700, budget=120.0, trials=6)
+    assert report.tuned and all(t.entry.us <= t.entry.default_us for t in report.tuned)
+    assert not [t for r in report.tuned if r.found for t in r.found.trials if t.verdict.startswith(("wrong", "failed"))]
+    assert all(torch.equal(a, b) for a, b in zip(before, run(), strict=True))
+    assert all(t.found is None for t in autotune(layer, tokens=700, trials=6).tuned)
+    layer.warmup(device)
+    static = {n: t.clone() for n, t in given.items()}
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        captured = layer(static[first], **{n: t for n, t in static.items() if n != first})
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(before, captured, strict=False))
+
+
 def test_what_autotune_refuses() -> None:
     with pytest.raises(InputTypeError, match="found int"):
         autotune(3)  # type: ignore[arg-type]
