@@ -25,7 +25,8 @@ from moesaic.runtime.card import H100, Card
 from moesaic.runtime.kernels import compiled_kernel
 from moesaic.runtime.memory import Memory, memory_of
 from moesaic.runtime.plan import LaunchPlan
-from moesaic.runtime.program import FEW_TOKENS, Executable, Program
+from moesaic.runtime.program import Executable, Program
+from moesaic.runtime.token_buckets import FEW_TOKENS
 
 TOKENS = 16384
 """T where nobody says how many."""

@@ -30,9 +30,6 @@ from moesaic.passes.specialize import Specialize
 from moesaic.runtime.plan import LaunchPlan, build_plan
 from moesaic.runtime.reproducer import Reproduce
 
-FEW_TOKENS = 4096
-"""Up to so many tokens are few; see `Runner`."""
-
 
 @dataclass(frozen=True)
 class Lowered:
