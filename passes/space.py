@@ -28,6 +28,7 @@ from moesaic.ir.ops import row, slot
 from moesaic.ir.ops.kernel import narrow_columns
 from moesaic.ir.ops.launch import Kernel
 from moesaic.passes.product_shape import Lines, ProductShape
+from moesaic.passes.row_layout import Layout, infer_layouts
 from moesaic.passes.specialize import Specialize, point_text
 
 Point = Mapping[str, str]
@@ -153,8 +154,13 @@ class Space:
         key = point_text("", point)  # a search asks for each of them again and again
         found = self._configs.get(key)
         if found is None:
-            found = self._configs[key] = self.specialize.config(self.op, self.aligned, point)
+            found = self._configs[key] = self.specialize.config(self.op, self.aligned, point, self._layouts)
         return found
+
+    @functools.cached_property
+    def _layouts(self) -> dict[Value, Layout] | None:
+        assert self.op.region is not None
+        return infer_layouts(self.op.region) if self.op.template == "row_program" else None
 
     def problem(self, point: Point) -> str:
         """Why a point cannot be; empty if it can. Values need not be those of the family: what an older version, or a

