@@ -469,25 +469,28 @@ def test_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def report_of(*experts: int) -> Report:
+    """Two kernels a number of experts, of which one does not know how many there are."""
     report = Report()
     for e in experts:
         for kernel, us in (("route_rows", 1.0), ("route_tail", 0.5)):
-            key = replace(KEY, experts=e if kernel == "route_rows" else 1, picks=e)
+            key = replace(KEY, experts=e if kernel == "route_rows" else 1)
             entry = replace(ENTRY, us=us * e, default_us=2 * us * e)
-            report.add([Tuned(kernel, "forward", key, entry, us * e / 2, {"lanes": "1", "threads": "64"}, None)])
+            report.add([Tuned(kernel, "forward", key, e, entry, us * e / 2, {"lanes": "1", "threads": "64"}, None)])
     return report
 
 
 def test_reports(tmp_path: Path) -> None:
     report = report_of(8, 64, 256)
+    report.add(report.tuned)
     assert len(report) == 6 and report.kinds == ["forward"]
     lines = report.table().splitlines()
     assert " ".join(lines[1].split()) == "route_rows forward 8 4096 4.00 16.00 8.00 50.0 % known lanes=2"
     assert json.loads(json.dumps(report.rows()))[0]["experts"] == 8
     only_rows = Report([t for t in report.tuned if t.kernel == "route_rows"])
-    assert [(t.experts, t.floor, t.default, t.tuned) for t in only_rows.times("forward")] == [
-        (e, e / 2, 2.0 * e, float(e)) for e in (8, 64, 256)
-    ]
+    for found, part in ((report, 1.5), (only_rows, 1.0)):
+        assert [(t.experts, t.floor, t.default, t.tuned) for t in found.times("forward")] == [
+            (e, part * e / 2, part * 2.0 * e, part * e) for e in (8, 64, 256)
+        ]
     plot = only_rows.plot()
     assert all(word in plot for word in ("forward, T = 4096", "512 us", "4 us", "* tuned", "8", "256"))
     assert plot.count("*") == 4 and plot.count("o ") >= 1

@@ -230,7 +230,7 @@ def test_progress_in_plain_lines() -> None:
             progress.trial(Trial({"n": str(n)}, 10.0, None, "begun"))
             progress.trial(Trial({"n": str(n)}, 10.0, us, "timed"))
         entry = Entry({"n": "2"}, 8.0, 10.0, 4096, 3, 100)
-        progress.end(Tuned("route_rows", "forward", KEY, entry, 6.0, {"n": "0"}, None))
+        progress.end(Tuned("route_rows", "forward", KEY, 8, entry, 6.0, {"n": "0"}, None))
         assert progress.seconds_left == 51.0
     assert stream.getvalue().splitlines() == [
         "route_rows: 2 of 20 tried, 10.00 -> 10.00 us, 54 s left",

@@ -41,8 +41,8 @@ class Report:
 
     def add(self, found: Sequence[Tuned]) -> None:
         """Adds kernels; one that is there already is left out."""
-        known = {(t.key, t.kind) for t in self.tuned}
-        self.tuned += [t for t in found if (t.key, t.kind) not in known]
+        known = {(t.key, t.kind, t.experts) for t in self.tuned}
+        self.tuned += [t for t in found if (t.key, t.kind, t.experts) not in known]
 
     def __len__(self) -> int:
         return len(self.tuned)
@@ -78,7 +78,7 @@ class Report:
                 (
                     t.kernel,
                     t.kind,
-                    t.key.experts if t.key.experts > 1 else "-",
+                    t.experts,
                     t.entry.tuned_at,
                     f"{t.floor_us:.2f}",
                     f"{t.entry.default_us:.2f}",
@@ -94,18 +94,11 @@ class Report:
     def times(self, kind: str) -> list[Times]:
         """The sums over a function's kernels that were tuned, by tokens and experts."""
         sums: dict[tuple[int, int], list[float]] = {}
-        experts: dict[tuple[str, int], int] = {}
-        for t in self.tuned:  # kernels that do not know of experts belong to those beside them
-            if t.kind == kind:
-                found = experts.get((t.key.tokens, t.entry.tuned_at), 1)
-                experts[t.key.tokens, t.entry.tuned_at] = max(found, t.key.experts)
         for t in self.tuned:
-            if t.kind != kind:
-                continue
-            count = t.key.experts if t.key.experts > 1 else experts[t.key.tokens, t.entry.tuned_at]
-            total = sums.setdefault((t.entry.tuned_at, count), [0.0, 0.0, 0.0])
-            for place, us in enumerate((t.floor_us, t.entry.default_us, t.entry.us)):
-                total[place] += us
+            if t.kind == kind:
+                total = sums.setdefault((t.entry.tuned_at, t.experts), [0.0, 0.0, 0.0])
+                for place, us in enumerate((t.floor_us, t.entry.default_us, t.entry.us)):
+                    total[place] += us
         return [Times(e, tokens, *found) for (tokens, e), found in sorted(sums.items())]
 
     @property

@@ -84,6 +84,7 @@ class Tuned:
         kernel: its name.
         kind: ``forward``, ``training`` or ``backward``: the function it belongs to.
         key: what it is to tables.
+        experts: E of the function.
         entry: what was found, now or before.
         floor_us: what its bytes and FLOPs need at least.
         default: the rule's point.
@@ -93,6 +94,7 @@ class Tuned:
     kernel: str
     kind: str
     key: KernelKey
+    experts: int
     entry: Entry
     floor_us: float
     default: Point
@@ -131,14 +133,20 @@ def tune(
     label = token_buckets.label(bucket, runner.few_tokens)
     found = tunables(executable.module.entry, specialize, target, aligned, label)
     found = [f for f in found if not settings.kernels or f.space.op.symbol in settings.kernels]
-    load = _load(found, executable.plan.slots, inputs, tokens)
+    experts = max((f.key.experts for f in found), default=1)
+    load = _load(found, experts, tokens)
     card = card or replace(Card(), sms=tables.card.sms)
+
+    def tuned(one: Tunable, entry: Entry, outcome: Found | None) -> Tuned:
+        floor = floor_us(one.space.op, load, card)
+        return Tuned(one.space.op.symbol, kind, one.key, experts, entry, floor, one.space.default, outcome)
+
     results: list[Tuned] = []
     wanted: list[Tunable] = []
     for one in found:
         known = None if settings.force else tables.find(one.key)
         if known is not None:
-            results.append(_tuned(one, kind, known, load, card, None))
+            results.append(tuned(one, known, None))
             settings.watch.end(results[-1])
         elif one.key not in [w.key for w in wanted]:
             wanted.append(one)
@@ -176,7 +184,7 @@ def tune(
                 outcome.points,
             )
             tables.add({one.key: entry}, about_here(target))
-            results.append(_tuned(one, kind, entry, load, card, outcome))
+            results.append(tuned(one, entry, outcome))
             settings.watch.end(results[-1])
     return results
 
@@ -187,11 +195,6 @@ def about_here(target: Target) -> dict[str, Any]:
     from moesaic.codegen import nvrtc
 
     return {"moesaic": __version__, "nvrtc": ".".join(map(str, nvrtc.nvrtc_version()))}
-
-
-def _tuned(one: Tunable, kind: str, entry: Entry, load: Load, card: Card, found: Found | None) -> Tuned:
-    floor = floor_us(one.space.op, load, card)
-    return Tuned(one.space.op.symbol, kind, one.key, entry, floor, one.space.default, found)
 
 
 def _note(settings: Settings, key: KernelKey) -> Any:
@@ -205,9 +208,8 @@ def _note(settings: Settings, key: KernelKey) -> Any:
     return note
 
 
-def _load(found: Sequence[Tunable], slots: tuple[int, int] | None, inputs: Sequence[torch.Tensor], tokens: int) -> Load:
+def _load(found: Sequence[Tunable], experts: int, tokens: int) -> Load:
     picks = max((f.key.picks for f in found), default=1) or 1
-    experts = max((f.key.experts for f in found), default=1)
     return Load(tokens, tokens * picks, min(experts, tokens * picks))
 
 
