@@ -110,7 +110,7 @@ def _choice(choices: tuple[str, ...]) -> Callable[[str], str]:
     return convert
 
 
-LOGGERS = ("passes", "compile", "cache", "launch", "launcher", "hf")
+LOGGERS = ("passes", "compile", "cache", "launch", "launcher", "tuner", "hf")
 """What can be logged, see ``runtime/logs.py``."""
 
 _INFO, _DEBUG = 20, 10  # of the module `logging`

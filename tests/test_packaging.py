@@ -101,7 +101,7 @@ def shipped() -> set[Path]:
     for folder in ("ir", "passes", "codegen", "runtime"):
         wanted |= sources(folder, ".py")
     wanted |= sources("templates", ".py", ".j2", ".cuh")
-    wanted |= sources("runtime/launcher", ".cpp")
+    wanted |= sources("runtime/launcher", ".cpp") | sources("runtime/commands", ".css", ".js")
     return wanted | sources("runtime/emulator/include") | sources("runtime/emulator/src")
 
 

@@ -156,6 +156,9 @@ class Counting(Runner):
     def target(self, device: torch.device) -> Target:
         return Target.parse("sm_90a")
 
+    def again(self, target: str) -> str:
+        return "again"
+
     def load(self, kernel: GeneratedKernel, device: torch.device) -> Loaded:
         self.loaded.append(kernel)
         return Nothing()
