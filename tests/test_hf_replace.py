@@ -133,6 +133,8 @@ def test_copies_pickles_checkpoints_and_moves(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["ernie4_5_moe", "inkling"])
 def test_bf16(family: str) -> None:
     """As near to float32 as the model itself; ernie's gates stay in float32."""
+    from hf_replace import errors_of_rounding
+
     exact = tiny_models.build(family)
     theirs = copy.deepcopy(exact).to(torch.bfloat16)
     for (name, module), before in zip(theirs.named_modules(), exact.modules(), strict=True):
@@ -140,17 +142,7 @@ def test_bf16(family: str) -> None:
             module.weight = torch.nn.Parameter(before.weight.detach().clone())
     ours = copy.deepcopy(theirs)
     assert len(mo.hf.replace(ours).replaced) == 2
-    assert_as_near(ours, theirs, exact, tokens(8))
-
-
-def assert_as_near(ours: Any, theirs: Any, exact: Any, ids: torch.Tensor) -> None:
-    """Of the tokens' errors, half are no larger: picks that rounding decides make some large, here or there."""
-    with torch.no_grad():
-        wanted = exact(ids).logits
-        results = [m(ids).logits for m in (ours, theirs)]
-    assert results[0].dtype == results[1].dtype == torch.bfloat16
-    errors = [(r.float() - wanted).norm(dim=-1).div(wanted.norm(dim=-1)).median().item() for r in results]
-    assert errors[0] < 1.3 * errors[1] + 1e-3, errors
+    errors_of_rounding(ours, theirs, exact, tokens(8))
 
 
 def test_autocast() -> None:
@@ -331,11 +323,7 @@ def test_sharded(tmp_path: Path) -> None:
     "family", [*SOME, "mixtral", "deepseek_v4", "ernie4_5_moe", "inkling", "nemotron_h", "step3p7"]
 )
 def test_on_a_gpu(family: str) -> None:
-    from hf_replace import compare
+    from hf_replace import compare, compare_rounded
 
     compare(family, device="cuda")
-    exact = tiny_models.build(family).cuda()
-    theirs = copy.deepcopy(exact).to(torch.bfloat16)
-    ours = copy.deepcopy(theirs)
-    assert mo.hf.replace(ours).replaced
-    assert_as_near(ours, theirs, exact, tokens(16).cuda())
+    compare_rounded(family, device="cuda")
