@@ -662,12 +662,12 @@ def run_threads(calls: list[Callable[[], object]]) -> list[object]:
 
 def test_threads_compile_different_kernels_side_by_side_and_equal_ones_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOESAIC_COMPILE_JOBS", "4")
-    monkeypatch.setattr(kernels, "key_of", lambda symbol, source, target: replace(KEY, symbol=symbol))
+    monkeypatch.setattr(kernels, "key_of", lambda symbol, *others, **options: replace(KEY, symbol=symbol))
     monkeypatch.setattr(nvrtc, "cuda_include_dirs", list)
     together = threading.Barrier(3)
     compiled = []
 
-    def compile_source(source: str, *, name: str, target: Target, extra_options: Any) -> nvrtc.CompiledKernel:
+    def compile_source(source: str, *, name: str, target: Target, **options: Any) -> nvrtc.CompiledKernel:
         together.wait(30)  # passes only if three are here at once
         compiled.append(name)
         return nvrtc.CompiledKernel(name, target, b"cubin", "ptx", "", {}, (), 0.1)
