@@ -350,6 +350,30 @@ def test_resources(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     assert experts.main(["--resources", "--cases", "mixtral"]) == 0
 
 
+def test_what_is_tuned_and_proven() -> None:
+    """The list of layers is sound, and a search among known times finds what the real one would."""
+    import tuning
+    from test_tuning_search import KEY
+
+    from moesaic.runtime.tuning.search import Trial
+    from moesaic.runtime.tuning.tables import Entry
+
+    layers = list(tuning.work())
+    assert {one.group for one in layers} == {"routers", "experts", "presets"}
+    assert len({(one.name, one.tokens) for one in layers}) == len(layers)
+    made = [one.make() for one in layers if one.group == "routers"]
+    sizes = {(layer._declared.num_experts, layer._declared.top_k) for layer in made}
+    assert {(8, 2), (64, 6), (128, 8), (256, 8), (512, 10), (896, 16)} <= sizes
+    assert len(tuning.PROOFS) == 5
+
+    candidates = [({"n": str(n)}, 10.0) for n in range(30)]
+    trials = [Trial(p, e, 10.0 - 0.1 * n, "timed") for n, (p, e) in enumerate(candidates)]
+    trials[29] = Trial({"n": "29"}, 10.0, 1.0, "wrong: bits")
+    assert tuning.replayed(candidates, trials, 30) == ({"n": "28"}, pytest.approx(7.2))
+    assert tuning.replayed(candidates, trials, 5)[1] >= 9.5
+    lines = tuning.table_of({KEY: Entry({"lanes": "2"}, 8.0, 10.0, 4096, 20, 300)}).splitlines()
+    assert lines[1].split()[-4:] == ["8.00", "20.0", "%", "lanes=2"]
+    assert tuning.table_of({}) == "nothing yet"
 # Models ---------------------------------------------------------------------------------------------------------------
 
 

@@ -131,7 +131,8 @@ def tune(
     if executable.plan.written or specialize.overrides or not tokens:
         return []
     label = token_buckets.label(bucket, runner.few_tokens)
-    found = tunables(executable.module.entry, specialize, target, aligned, label)
+    function = executable.module.entry.clone()  # which is configured again for each candidate
+    found = tunables(function, specialize, target, aligned, label)
     found = [f for f in found if not settings.kernels or f.space.op.symbol in settings.kernels]
     experts = max((f.key.experts for f in found), default=1)
     load = _load(found, experts, tokens)
@@ -168,7 +169,7 @@ def tune(
                 recording.bench(one.number, timers),
                 most_trials=settings.trials,
                 seconds=seconds,
-                batch=max(4, compilers.workers),
+                batch=_batch(settings.trials, compilers.workers),
                 stop_losers=settings.stop_losers,
                 known=settings.journal.known(one.key) if settings.journal else {},
                 note=_note(settings, one.key),
@@ -195,6 +196,11 @@ def about_here(target: Target) -> dict[str, Any]:
     from moesaic.codegen import nvrtc
 
     return {"moesaic": __version__, "nvrtc": ".".join(map(str, nvrtc.nvrtc_version()))}
+
+
+def _batch(trials: int, workers: int) -> int:
+    """Candidates at a time: as many as compile side by side, but few of all, since each batch learns from the last."""
+    return max(4, min(workers, trials // 4) if trials else workers)
 
 
 def _note(settings: Settings, key: KernelKey) -> Any:
