@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
+import pickle
 import subprocess
 import sys
 import xml.etree.ElementTree as xml
@@ -435,6 +437,37 @@ def test_on_a_gpu(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     graph.replay()
     torch.cuda.synchronize()
     assert all(torch.equal(a, b) for a, b in zip(before, captured, strict=False))
+
+
+def test_a_layer_that_tunes_itself() -> None:
+    """Its programs are marked, however it came here; a copy does the same."""
+    experts = mo.Experts(3, 64, 40, dtype="bf16")
+    for declared in (ROUTER, experts, mo.MoE(mo.Router(3, 2), experts)):
+        layer: Any = mo.compile(declared, tune=True)
+        for one in (layer, pickle.loads(pickle.dumps(layer)), copy.deepcopy(layer)):
+            assert one._tune and not mo.compile(declared)._tune
+    router = mo.compile(mo.Router(13, 3), tune=True)
+    marked = RUNNERS["cuda"].tuned_first
+    assert {*router._handles.values(), *router._masked_handles.values()} <= marked
+    assert mo.compile(mo.Router(14, 3))._handles[torch.bfloat16] not in marked
+
+
+@pytest.mark.gpu
+def test_first_calls_that_tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = RUNNERS["cuda"]
+    known = runner.tables_of(torch.device("cuda"))
+    assert known is not None
+    tables = Tables(known.card, tmp_path / "user.json", tmp_path / "none.json")
+    monkeypatch.setattr(runner, "tables", tables)
+    monkeypatch.setenv("MOESAIC_AUTOTUNE_BUDGET", "5")
+    logits = torch.randn(300, 24, device="cuda").bfloat16()
+    mo.compile(mo.Router(24, 3, name="tunes_itself"), tune=True)(logits)
+    assert len(tables.user.entries) == 1
+    mo.compile(mo.Router(24, 3, name="told_by_nobody", outputs=("indices",)))(logits)
+    assert len(tables.user.entries) == 1
+    monkeypatch.setenv("MOESAIC_AUTOTUNE", "1")
+    mo.compile(mo.Router(24, 3, name="told_by_the_environment", outputs=("weights",)))(logits)
+    assert len(tables.user.entries) == 2
 
 
 def test_what_autotune_refuses() -> None:
