@@ -5,6 +5,7 @@
     <root>/kernels/<key>/    <symbol>.cu  <symbol>.cubin  <symbol>.ptx  entry.json
     <root>/emulator/<key>/   <symbol>.cu  library.so  entry.json
     <root>/launcher/<key>/   library.so  entry.json
+    <root>/tuned/            what was tuned, see tuning/tables.py
     <root>/locks/<key>.lock  held while an entry is made
     <root>/tmp/              entries being written, and those being removed
 

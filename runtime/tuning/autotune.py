@@ -94,7 +94,7 @@ def autotuning(budget: float | None = None, **options: Any) -> Iterator[Report]:
     What is found is kept on disk, and used from now on by every process. What tables know is not searched again.
 
     Args:
-        budget: seconds in all; None: as ``MOESAIC_AUTOTUNE_BUDGET`` says, for each function that is called.
+        budget: seconds in all; None: as ``MOESAIC_AUTOTUNE_BUDGET`` says, else 30.
         options: fields of `Settings`: ``trials``, ``workers``, ``force``, ``watch``, ...
 
     Raises:

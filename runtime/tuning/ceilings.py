@@ -9,17 +9,15 @@ import torch
 from moesaic.passes.cost_model import Card
 from moesaic.runtime.graph_timer import GraphTimer
 
-_COPIED = 2**27  # floats of a copy: far more than a cache holds
+_COPIED = 2**26  # floats of a copy: far more than a cache holds
 _SIZE = 4096  # of a dense product
 
 
 def card_of(device: torch.device) -> Card:
     """The ceilings of a device; the nominal ones where there is no GPU."""
-    return (
-        _measured(torch.cuda.current_device() if device.index is None else device.index)
-        if (device.type == "cuda")
-        else Card()
-    )
+    if device.type != "cuda":
+        return Card()
+    return _measured(torch.cuda.current_device() if device.index is None else device.index)
 
 
 @functools.cache
