@@ -128,6 +128,20 @@ def test_the_user_s_table_comes_before_the_shipped_one(tmp_path: Path) -> None:
     assert found == [replace(ENTRY, us=1.0), ENTRY, None]
 
 
+def test_no_table_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOESAIC_CACHE_DIR", str(tmp_path))
+    Tables(CARD).add({KEY: ENTRY})
+    assert Tables(CARD).find(KEY) == ENTRY and [p.name for p in tmp_path.iterdir()] == ["tuned"]
+    monkeypatch.setenv("MOESAIC_DISABLE_CACHE", "1")
+    tables = Tables(CARD)
+    assert tables.find(KEY) is None
+    other = replace(KEY, experts=9)
+    tables.add({other: ENTRY})
+    assert tables.find(other) == ENTRY
+    monkeypatch.delenv("MOESAIC_DISABLE_CACHE")
+    assert Tables(CARD).find(other) is None
+
+
 def test_a_table_that_cannot_be_written(tables: Tables, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tables.user.path = tables.user_path = tmp_path / "user.json" / "below-a-file.json"
     (tmp_path / "user.json").write_text("", encoding="utf-8")

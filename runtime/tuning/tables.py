@@ -172,8 +172,8 @@ class Tables:
     def __init__(self, card: Card, user: Path | None = None, shipped: Path | None = None) -> None:
         common = dataclasses.replace(card, device="")
         self.card = card
-        self.user_path = user or environment.cache_root() / "tuned" / f"{card.stem}.json"
-        self.user = _load_or_warn(self.user_path, card)
+        self.user_path = user or _user_path(card)
+        self.user = Table(SHIPPED, card) if self.user_path is None else _load_or_warn(self.user_path, card)
         self.shipped = _load_or_warn(shipped or SHIPPED / f"{common.stem}.json", common)
 
     def find(self, key: KernelKey) -> Entry | None:
@@ -181,7 +181,10 @@ class Tables:
         return self.user.entries.get(key) or self.shipped.entries.get(key)
 
     def add(self, found: Mapping[KernelKey, Entry], about: Mapping[str, Any] | None = None) -> None:
-        """Adds to the user's table; where the disk refuses, for this process only."""
+        """Adds to the user's table; where the disk refuses, or is not to be used, for this process only."""
+        if self.user_path is None:
+            self.user.entries |= found
+            return
         try:
             self.user.add(found, about)
         except OSError as error:
@@ -198,6 +201,16 @@ def merged(tables: Iterable[Table]) -> dict[KernelKey, Entry]:
             if known is None or entry.us / entry.default_us < known.us / known.default_us:
                 found[key] = entry
     return found
+
+
+def _user_path(card: Card) -> Path | None:
+    """In the cache folder; None if there is none, or it is not to be used."""
+    if environment.DISABLE_CACHE.get():
+        return None
+    try:
+        return environment.cache_root() / "tuned" / f"{card.stem}.json"
+    except RuntimeError:  # this user has no home
+        return None
 
 
 def _load_or_warn(path: Path, card: Card) -> Table:
