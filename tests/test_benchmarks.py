@@ -380,6 +380,8 @@ def test_what_is_tuned_and_proven(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = tuning.table_of({KEY: Entry({"lanes": "2"}, 8.0, 10.0, 4096, 20, 300)}).splitlines()
     assert lines[1].split()[-4:] == ["8.00", "20.0", "%", "lanes=2"]
     assert tuning.table_of({}) == "nothing yet"
+
+
 # Models ---------------------------------------------------------------------------------------------------------------
 
 
