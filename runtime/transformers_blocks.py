@@ -12,6 +12,7 @@ import contextlib
 import functools
 import inspect
 import logging
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -429,7 +430,9 @@ def _obstacle(block: nn.Module, plan: Plan) -> str | None:
     for path, name, kind in plan.watched:
         part: Any = block
         for step in path:
-            part = part._modules.get(step)
+            part = None if part is None else part._modules.get(step)
+        if part is None:
+            return f"it has no part {name!r} any more"
         if type(part) is not kind and _kind_of(part) is not kind:
             return f"its part {name!r} has become a {type(part).__name__}"
         held = part.__dict__
@@ -598,12 +601,12 @@ def _difference(block: nn.Module, plan: Plan, seed: int) -> str | None:
     x = x if plan.experts is None else x.view(1, _TOKENS, hidden)
     given = dict(plan.family.example(block, _TOKENS, g)) if plan.family.example is not None else {}
     with _as_it_would_run(block, plan):
-        theirs = _run_with(block, weights, x, given, g.initial_seed())
+        theirs = _run_with(block, weights, x, given, g.initial_seed()) | _routes_with(block, plan, weights, x, given)
         changed = replaces(block, small)
         for module, base, made in changed:
             install(module, base, made)
         try:
-            ours = _run_with(block, weights, x, given, g.initial_seed())
+            ours = _run_with(block, weights, x, given, g.initial_seed()) | _routes_with(block, plan, weights, x, given)
         finally:
             for module, _, _ in changed:
                 remove(module)
@@ -652,14 +655,17 @@ def _narrowed(block: nn.Module, plan: Plan, g: torch.Generator) -> tuple[Plan, d
 
 @contextlib.contextmanager
 def _as_it_would_run(block: nn.Module, plan: Plan) -> Iterator[None]:
-    """In evaluation, with narrow experts and their own loop."""
+    """In evaluation, without hooks, with narrow experts and their own loop."""
     training = [(m, m.training) for m in block.modules()]
+    hooks = [(m, n, vars(m)[n]) for m in block.modules() for n in ("_forward_hooks", "_forward_pre_hooks")]
     config = getattr(at(block, plan.family.experts), "config", None)
     chosen = getattr(config, "_experts_implementation", None)
     widths = [(at(block, path.rpartition(".")[0]), path.rpartition(".")[2]) for path in plan.family.widths]
     were = [getattr(part, name) for part, name in widths]
     for part, name in widths:
         setattr(part, name, _INNER)
+    for module, name, _ in hooks:
+        vars(module)[name] = OrderedDict()
     block.eval()
     if chosen is not None:
         config._experts_implementation = "eager"
@@ -670,8 +676,26 @@ def _as_it_would_run(block: nn.Module, plan: Plan) -> Iterator[None]:
             config._experts_implementation = chosen
         for (part, name), was in zip(widths, were, strict=True):
             setattr(part, name, was)
+        for module, name, held in hooks:
+            vars(module)[name] = held
         for module, mode in training:
             module.training = mode
+
+
+@torch.no_grad()
+def _routes_with(
+    block: nn.Module, plan: Plan, weights: Mapping[str, torch.Tensor], x: torch.Tensor, given: Mapping[str, Any]
+) -> dict[str, torch.Tensor]:
+    """What a hook on the router's module sees: rows of tokens, in ascending order, as picks may come in any."""
+    seen: list[Any] = []
+    hook = at(block, plan.family.gate).register_forward_hook(lambda module, args, result: seen.append(result))
+    with torch.autocast("cpu", enabled=False):
+        torch.func.functional_call(block, dict(weights), (x.clone(),), dict(given))
+    hook.remove()
+    (result,) = seen
+    results = enumerate(result if isinstance(result, tuple) else (result,))
+    rows = {i: r for i, r in results if isinstance(r, torch.Tensor) and r.dim() == 2}
+    return {f"output {i} of the router": r.float().sort(-1)[0] for i, r in rows.items()}
 
 
 def _run_with(

@@ -177,6 +177,7 @@ def test_what_computes_something_else_is_left(monkeypatch: pytest.MonkeyPatch) -
         {"arguments": lambda block: {"top_k": 3}},
         {"after": lambda block, y: y * 0.0},
         {"after": lambda block, y: y + y.detach() - y},  # no gradient
+        {"watched": lambda block, x, r: (2 * r.logits, r.weights, r.indices)},
     ]
     for change in wrong:
         changed = dataclasses.replace(family, **change)
