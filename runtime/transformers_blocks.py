@@ -325,12 +325,15 @@ class Block(Replaced):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         plan: Plan = getattr(self, _PLAN)
         why, tensors = ready(self, plan)
-        if why is not None:
-            say_once(self._kind.__name__, why)
-            return self._kind.forward(self, *args, **kwargs)
-        if not args:
-            args = (kwargs.pop(self._first),)
-        return _run(self, plan, tensors, *args, **kwargs)
+        if why is None:
+            hidden_states, *others = args or (kwargs[self._first],)
+            rest = {n: v for n, v in kwargs.items() if n != self._first}
+            changed, result = _run(self, plan, tensors, hidden_states, *others, **rest)
+            if not changed:
+                return result
+            why = "a hook on its router's module changes what that found"
+        say_once(self._kind.__name__, why)
+        return self._kind.forward(self, *args, **kwargs)
 
 
 class Gate(Replaced):
@@ -497,7 +500,8 @@ def _held(block: Any, path: tuple[str, ...]) -> torch.Tensor:
 
 def _run(
     block: Any, plan: Plan, tensors: dict[str, torch.Tensor], hidden_states: torch.Tensor, *args: Any, **kwargs: Any
-) -> Any:
+) -> tuple[bool, Any]:
+    """Whether a hook changed what the router found, and the block's result without that."""
     family = plan.family
     x = hidden_states.reshape(-1, tensors["gate_weight"].shape[-1])  # some blocks are given all tokens in one row
     noise = at(block, family.jitter) if family.jitter and block.training else None
@@ -510,11 +514,12 @@ def _run(
     if family.after is not None:
         y = family.after(block, y)
     y = y.to(hidden_states.dtype)
+    shape, changed = hidden_states.shape, False
     if gate._forward_hooks:
-        gate(x, moesaic_found=family.watched(block, x, found))
-    return (
-        y.view(hidden_states.shape) if family.returns is None else family.returns(block, y, hidden_states.shape, found)
-    )
+        watched = family.watched(block, x, found)
+        seen = gate(x, moesaic_found=watched)
+        changed = not torch.compiler.is_compiling() and seen is not watched
+    return changed, y.view(shape) if family.returns is None else family.returns(block, y, shape, found)
 
 
 def _computed(

@@ -225,7 +225,7 @@ def test_parts_that_change_are_heeded(log: pytest.LogCaptureFixture) -> None:
     assert_alike(again, theirs)
 
 
-def test_a_router_is_told_and_can_be_asked() -> None:
+def test_a_router_is_told_and_can_be_asked(log: pytest.LogCaptureFixture) -> None:
     ours, theirs, _ = pair("mixtral")
     seen: list[Any] = []
     for model in (ours, theirs):
@@ -234,6 +234,11 @@ def test_a_router_is_told_and_can_be_asked() -> None:
     (_, found), (_, wanted) = seen
     for a, b in zip(found, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+    for model in (ours, theirs):  # a hook may also put something else in the place of what was found
+        model.model.layers[1].mlp.gate.register_forward_hook(lambda module, args, r: (r[0], 0.5 * r[1], r[2]))
+    assert_alike(ours, theirs)
+    assert "changes what that found" in log.text
     x = torch.randn(5, tiny_models.HIDDEN)
     for a, b in zip(ours.model.layers[0].mlp.gate(x), theirs.model.layers[0].mlp.gate(x), strict=True):
         assert torch.equal(a, b)
