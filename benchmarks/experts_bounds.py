@@ -13,8 +13,9 @@ What lies between the kernels (activations, outputs of experts before they are a
 kernel may keep it on the chip. The floor is the larger of the FLOPs at the rate of a dense product and the bytes at the
 rate of a copy kernel.
 
-A kernel's own floor takes each of its operands once: [T, ..] whole, [M, ..] as far as rows are live, and matrices of
-experts that have a row (gradients of matrices: all). Its FLOPs are those of the products in its region.
+A kernel's own floor takes each operand that its text has an address of once (``moesaic/codegen/cost.py``): [T, ..]
+whole, [M, ..] as far as rows are live, and matrices of experts that have a row (gradients of matrices: all). Its FLOPs
+are those of the products in its region.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from dataclasses import dataclass
 
 from timing import Machine
 
+from moesaic.codegen.cost import Extents, cost_of
+from moesaic.codegen.kernel import GeneratedKernel
 from moesaic.ir.ops.launch import Kernel
-from moesaic.ir.types import TensorType
 
 NOMINAL_DENSE = 7.0e14
 """FLOPs a second of a dense bf16 product on an H100 where none was measured."""
@@ -67,32 +69,7 @@ def layer_cost(experts: int, hidden: int, intermediate: int, load: Load, backwar
     return Cost(3 * flops, element * numbers)
 
 
-def kernel_cost(op: Kernel, load: Load, experts: int) -> Cost:
+def kernel_cost(op: Kernel, kernel: GeneratedKernel, load: Load) -> Cost:
     """Of one launch; see the module."""
-    assert op.region is not None
-    flops = 0.0
-    for inner in op.region.ops:
-        if inner.name == "slot.grouped_linear":
-            matrix = inner.operands[1].type.shape
-        elif inner.name == "slot.grouped_wgrad":
-            matrix = inner.results[0].type.shape
-        else:
-            continue
-        _, rows, columns = matrix
-        assert isinstance(rows, int) and isinstance(columns, int)
-        flops += 2.0 * load.rows * rows * columns
-    moved = sum(_bytes(v.type, load, experts if n >= op.reads else load.experts) for n, v in enumerate(op.operands))
-    return Cost(flops, moved)
-
-
-def _bytes(type: TensorType, load: Load, experts: int) -> float:
-    first, *rest = type.shape or (1,)
-    if not isinstance(first, int):  # a number of blocks counts nothing
-        first = {"T": load.tokens, "M": load.rows}.get(str(first), 0)
-    elif len(rest) == 2:
-        first = min(first, experts)
-    numbers = float(first)
-    for extent in rest:
-        assert isinstance(extent, int)
-        numbers *= extent
-    return numbers * type.dtype.bytes
+    made = cost_of(op, kernel, Extents(load.tokens, load.rows, experts=load.experts))
+    return Cost(made.product_flops, made.bytes_read + made.bytes_written)

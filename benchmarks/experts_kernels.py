@@ -45,9 +45,9 @@ class Launch:
         sizes = "x".join(chosen[n] for n in ("rows", "columns", "depth"))
         return f"{chosen['tile'].removesuffix('Tile').lower()} {sizes}, {chosen['stages']} stages"
 
-    def cost(self, case: Case, load: Load) -> Cost:
+    def cost(self, load: Load) -> Cost:
         """What it needs at least."""
-        return kernel_cost(self.op, load, case.experts)
+        return kernel_cost(self.op, self.kernel, load)
 
 
 def executable_of(

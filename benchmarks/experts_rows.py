@@ -221,9 +221,7 @@ class KernelRow:
 
     @classmethod
     def of(cls, case: Case, load: Load, launch: Launch) -> KernelRow:
-        return cls(
-            case, load, launch.kind, launch.name, launch.tile, launch.cost(case, load), _kernel_goal(case, launch)
-        )
+        return cls(case, load, launch.kind, launch.name, launch.tile, launch.cost(load), _kernel_goal(case, launch))
 
     @classmethod
     def metadata(cls, case: Case, load: Load, launches: Sequence[Launch]) -> KernelRow:

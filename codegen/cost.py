@@ -29,23 +29,27 @@ class Extents:
         tokens: T.
         rows: live slots, of which M is a bound.
         sequences: N.
-        blocks: of kernels whose number of blocks is a dimension, by symbol.
+        blocks: of kernels whose number of blocks is a dimension, by symbol; what is not here counts nothing.
+        experts: that have a row; ``None``: as many as there are rows, or all.
     """
 
     tokens: int
     rows: int
     sequences: int = 0
     blocks: Mapping[str, int] = field(default_factory=dict)
+    experts: int | None = None
 
     def size(self, type: TensorType) -> float:
         """Elements of a type, rows that are dead left out."""
-        return float(type.elements({"T": self.tokens, "M": self.rows, "N": self.sequences, **self.blocks}))
+        symbols = [name for dim in type.shape if not isinstance(dim, int) for name, _ in dim.terms]
+        blocks = dict.fromkeys(symbols, 0) | dict(self.blocks)
+        return float(type.elements(blocks | {"T": self.tokens, "M": self.rows, "N": self.sequences}))
 
     def bytes_of(self, type: TensorType, *, of_experts: bool) -> float:
         """Of a tensor; `of_experts`: only matrices that a row is multiplied by count."""
         share = 1.0
         if of_experts and type.rank == 3 and isinstance(type.shape[0], int):
-            share = min(1.0, self.rows / max(1, type.shape[0]))
+            share = min(1.0, (self.rows if self.experts is None else self.experts) / max(1, type.shape[0]))
         return share * self.size(type) * type.dtype.bytes
 
 

@@ -29,7 +29,7 @@ from moesaic.runtime import launcher, logs
 from moesaic.runtime.execute import RUNNERS, compiled_kernel
 from moesaic.runtime.explain import TOKENS, Explanation, explain
 from moesaic.runtime.main_grads import added_by_autograd, by_number
-from moesaic.runtime.measure import can_measure, kernel_times, measured_card
+from moesaic.runtime.measure import can_measure, kernel_times, measured_card, target_here
 from moesaic.runtime.memory import Memory, memory_of
 from moesaic.runtime.program import Executable, Program, program_by_key, program_of, with_gradients
 from moesaic.runtime.reference import TORCH_DTYPES, evaluate
@@ -631,19 +631,19 @@ class CompiledLayer:
         Raises:
             InputError: a negative number of tokens, a share that is none, or `measure` without such a GPU.
         """
-        program = self._program()
+        program, target = self._program(), self._target or target_here() or Target.default()
         if measure is None:
-            measure = self._asked in ("auto", "cuda") and can_measure(self.target)
-        elif measure and not can_measure(self.target):
-            raise InputError(f"nothing can be measured: no GPU here runs kernels for {self.target}")
+            measure = self._asked in ("auto", "cuda") and can_measure(target)
+        elif measure and not can_measure(target):
+            raise InputError(f"nothing can be measured: no GPU here runs kernels for {target}")
         if not measure:
-            return explain(program, self.target, tokens, training=training, live=live)
+            return explain(program, target, tokens, training=training, live=live)
         layer = CompiledLayer(self._declared, self._target, "cuda", self._passes)
         layer._last = self._last
         times = kernel_times(layer, program, tokens, training=training, live=live)
         notes = () if times else ("not measured: the profiler of torch sees no kernels here",)
         card = measured_card(torch.cuda.current_device())
-        return explain(program, self.target, tokens, training=training, live=live, card=card, times=times, notes=notes)
+        return explain(program, target, tokens, training=training, live=live, card=card, times=times, notes=notes)
 
     def _compiled(self, kernel: GeneratedKernel) -> CompiledKernel:
         return compiled_kernel(kernel, self.target)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from moesaic.codegen.target import Target
+from moesaic.ir import environment
 from moesaic.ir.core import Function
 from moesaic.ir.errors import InputError
 from moesaic.ir.ops import slot
@@ -78,6 +79,13 @@ def _node_us() -> float:
         for _ in range(nodes):
             one.add_(1.0)
     return 1e3 * _ms(graph.replay, 2) / nodes
+
+
+def target_here() -> Target | None:
+    """The best target of the current GPU; ``None`` without one, or where ``MOESAIC_ARCH`` says what to compile for."""
+    if environment.ARCH.get() is not None or not torch.cuda.is_available():
+        return None
+    return Target.from_capability(*torch.cuda.get_device_capability())
 
 
 def can_measure(target: Target) -> bool:

@@ -96,7 +96,7 @@ def test_kernels_add_up_to_the_layer() -> None:
     load = Load(4096, 20000, 100, 1.0)
     flops, moved = {}, {}
     for kind in KINDS:
-        costs = [launch.cost(case, load) for launch in launches_of(kind, executable_of(case, kind, Target.default()))]
+        costs = [launch.cost(load) for launch in launches_of(kind, executable_of(case, kind, Target.default()))]
         flops[kind], moved[kind] = sum(c.flops for c in costs), sum(c.bytes for c in costs)
     assert flops["forward"] == flops["training"] == case.cost(load, False).flops
     assert flops["training"] + flops["backward"] == case.cost(load, True).flops

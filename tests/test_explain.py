@@ -15,6 +15,7 @@ from moesaic.codegen.target import Target, known_targets
 from moesaic.ir.errors import InputError
 from moesaic.ir.types import DType
 from moesaic.runtime import explain as explaining
+from moesaic.runtime import measure
 from moesaic.runtime.card import H100
 from moesaic.runtime.explain import explain
 from moesaic.runtime.measure import draw_inputs
@@ -210,6 +211,33 @@ def test_inputs_are_drawn_as_a_router_gives_them() -> None:
     assert 0.4 < here.float().mean() < 0.6
     assert all(len(set(row.tolist())) == 5 for row in draw_inputs(function, 50, device="cpu")["indices"])
     assert drawn["gate_up_proj"].float().std() == pytest.approx(0.25, rel=0.1)
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(
+    "declared",
+    [
+        mo.Router(10, 2, losses={"balance": mo.LoadBalance(coef=0.1)}, dtype="fp32"),
+        mo.Router(12, 3, selection_bias=True, score="sigmoid", dtype="fp32"),
+        mo.Experts(num_experts=5, hidden=16, intermediate=8).module(DType.F32, 2),
+        mo.MoE(mo.Router(6, 2), mo.Experts(num_experts=6, hidden=16, intermediate=8)).module(DType.F32),
+    ],
+    ids=["losses", "bias", "experts", "layer"],
+)
+def test_layers_are_called_on_what_is_drawn(declared: object, training: bool) -> None:
+    layer = mo.compile(declared, backend="reference")
+    inputs = draw_inputs(layer._program().function, 17, device="cpu")
+    calls = []
+
+    def recorded(x: torch.Tensor, **named: torch.Tensor) -> object:
+        calls.append([t for t in (x, *named.values()) if t.requires_grad])
+        return layer(x, **named)
+
+    measure._call(recorded, inputs, training)
+    [leaves] = calls
+    assert bool(leaves) == training
+    if training:
+        assert leaves[0].grad is not None and leaves[0].grad.abs().max() > 0
 
 
 @pytest.mark.gpu
