@@ -5,7 +5,7 @@ compiler writes under ``--generate-line-info``. What a helper's code was inlined
 that called it.
 
 A comment behind an assignment is about that line. A comment on a line of its own, or behind anything else, is about
-what follows, too: up to an empty line, the end of the block, or the next op.
+what follows, too: up to an empty line, the end of the block, or the next op. An op on gates and ups has two lines.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ _LOC = re.compile(r"\s*\.loc\s+(\d+)\s+(\d+)\s+(\d+)(?:.*inlined_at\s+(\d+)\s+(\
 _FILE = re.compile(r'\s*\.file\s+(\d+)\s+"([^"]*)"')
 _PLACE = re.compile(r'\s*//## File "([^"]*)", line (\d+)')
 _INSTRUCTION = re.compile(r"\s*/\*([0-9a-f]{4,})\*/\s*(.*)")
+_DECLARED = re.compile(r"const \w+ (\w+) = ")
 _LABEL = re.compile(r"\.L_\w+:")
 
 
@@ -84,13 +85,18 @@ def listing(kernel: GeneratedKernel, source: str, ptx: str, cubin: bytes | None)
 
 def _owners(lines: Sequence[str], ops: Sequence[FusedOp]) -> tuple[int, ...]:
     numbers = {op.comment: number for number, op in enumerate(ops)}
-    owners = []
+    owners: list[int] = []
     current, margin = KERNEL, 0
+    gate = ""  # what the line before declares, if that is one half of an op on gates and ups
     for line in lines:
         code, mark, note = line.partition("// ")
         named = numbers.get(note.strip()) if mark else None
         indent = len(line) - len(line.lstrip())
         stripped = code.strip()
+        declared = _DECLARED.match(stripped)
+        if named is None and declared is not None and gate and declared[1] == gate + "_up":
+            named = owners[-1]
+        gate = declared[1].removesuffix("_gate") if declared is not None and declared[1].endswith("_gate") else ""
         if named is not None:
             owners.append(named)
             goes_on = not stripped or not re.search(r"[^=!<>+*/-]=[^=]|\+=", stripped)

@@ -179,6 +179,14 @@ def test_comments_own_what_follows_them() -> None:
     assert _owners(lines, ops) == (-1, 0, -1, -1, -1, 1, 1, 1, 1, -1, 2, 2, 2, -1)
 
 
+def test_an_op_on_gates_and_ups_has_both_lines() -> None:
+    lines = """\
+  const float wide_gate = static_cast<float>(h_gate[v]);  // %wide = math.cast %h {dtype = f32}
+  const float wide_up = static_cast<float>(h_up[v]);
+  const float up = 1.0f;""".splitlines()
+    assert _owners(lines, [FusedOp("%wide = math.cast %h {dtype = f32}", "")]) == (0, 0, -1)
+
+
 def test_lines_of_ptx_follow_what_was_inlined() -> None:
     ptx = """\
 .visible .entry k(

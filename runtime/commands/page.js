@@ -24,6 +24,7 @@ function go(hash) {
   if (target && target.matches(".line, .op")) choose(view, target);
   // A browser goes to what the address names; panes scroll by themselves, and the views stay in sight.
   requestAnimationFrame(() => window.scrollTo(0, 0));
+  setTimeout(() => window.scrollTo(0, 0), 60);
 }
 
 // PTX and SASS come as text and a table of the CUDA line of each line; they become elements when first looked at.
