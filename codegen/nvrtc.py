@@ -29,6 +29,9 @@ HEADER_PACKAGE = "nvidia-cuda-runtime"
 NVRTC_PACKAGE = "nvidia-cuda-nvrtc"
 
 # What generated kernels include. The first one marks a folder as the one with the CUDA headers.
+OUR_FAULT = "This is a fault in moesaic or in its toolchain, not in the layer: please report it with these files."
+"""The end of the message where generated text is rejected."""
+
 _HEADERS = ("cuda_bf16.h", "cuda_bf16.hpp", "cuda_fp16.h", "cuda_fp16.hpp", "cuda_fp8.h", "cuda_fp8.hpp")
 _SBSA = ("sbsa-linux", "aarch64-linux")
 _ERROR_LINE = re.compile(r"^(?P<file>[^()\n]+)\((?P<line>\d+)\): (?:catastrophic |internal )?error\b")
@@ -322,7 +325,7 @@ def _report(name: str, target: Target, source: str, options: Sequence[str], log:
             "options:",
             *(f"  {option[:_WIDTH]}" for option in given),
             _saved(name, source, log, ptx),
-            "This is a fault in moesaic or in its toolchain, not in the layer: please report it with these files.",
+            OUR_FAULT,
         ]
     )
 

@@ -42,7 +42,7 @@ H100 = Card(
     dense=7.83e14,
     float32=132 * LANES * 2 * 1.7e9,
     launch_us=1.17,
-    source="an H100 of docs/performance.md, since no GPU is here",
+    source="docs/performance.md; nothing was measured here",
 )
 """What `docs/performance.md` was measured on: copy bandwidth and graph node of its runs, the fastest dense product in
 its section on experts; float32 from 132 multiprocessors at 1.7 GHz."""

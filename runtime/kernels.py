@@ -17,7 +17,7 @@ from moesaic.codegen import nvrtc, resources
 from moesaic.codegen.kernel import GeneratedKernel
 from moesaic.codegen.target import Target
 from moesaic.ir import environment
-from moesaic.ir.errors import InputError
+from moesaic.ir.errors import InputError, KernelCompileError
 from moesaic.runtime import cache, folders
 from moesaic.runtime.locks import KeyedLocks
 
@@ -46,7 +46,13 @@ def compiled_kernel(kernel: GeneratedKernel, target: Target, *, lineinfo: bool |
     with _locks.holding(wanted):
         found = _compiled.get(wanted)
         if found is None:
-            found = _compiled[wanted] = _obtain(kernel.symbol, source, target, lineinfo)
+            try:
+                found = _compiled[wanted] = _obtain(kernel.symbol, source, target, lineinfo)
+            except KernelCompileError as error:
+                if source == kernel.source:
+                    raise
+                theirs = f"The text was edited by hand: it is that of {environment.OVERRIDE_DIR.name}."
+                raise KernelCompileError(str(error).replace(nvrtc.OUR_FAULT, theirs)) from None
     if environment.PTXAS_CHECK.get():  # what was compiled before may not have been checked
         nvrtc.check_local_memory(found, source)
     dump_dir = environment.DUMP_DIR.get()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from moesaic.ir.core import Module
 from moesaic.ir.diagnostics import DiagnosticError, Source
 from moesaic.ir.errors import InputError, MoesaicError, UsageError
-from moesaic.passes.instruments import read_reproducer
+from moesaic.passes.instruments import LogPasses, read_reproducer
 from moesaic.passes.manager import Pass, PassContext, PassManager, parse_pipeline
 from moesaic.runtime.commands import expectations, inputs, pipeline_options, reporting
 from moesaic.runtime.commands.expectations import Message
@@ -103,7 +103,8 @@ def _process(part: _Part, passes: list[Pass], arguments: argparse.Namespace, nam
         if part.module is None:
             assert part.source is not None
             part.module = inputs.parse_source(part.source)
-        PassManager(passes, pipeline_options.instruments(arguments, passes, name)).run(part.module, context)
+        watching = [LogPasses(context), *pipeline_options.instruments(arguments, passes, name)]
+        PassManager(passes, watching).run(part.module, context)
     except DiagnosticError as error:
         part.failed = True
         part.messages += reporting.messages(error)
