@@ -121,7 +121,7 @@ def _ptx(text: str, symbol: str) -> Iterable[Line]:
             return
         match = _LOC.match(line)
         if match is None:
-            if line.strip():
+            if line.strip() and not line.lstrip().startswith("//"):  # comments say where inline PTX begins and ends
                 yield Line(line.rstrip().removeprefix("\t"), current)
             continue
         file, number, column, *outer = match.groups()

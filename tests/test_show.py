@@ -159,6 +159,17 @@ def test_ops_have_their_lines(tmp_path: Path, content: str) -> None:
         assert listing.cuda_lines(KERNEL)
 
 
+def test_four_columns_hold_every_line(tmp_path: Path) -> None:
+    kernel = lowered(tmp_path, ROUTER)[0].kernels[0]
+    listing = made_up(kernel)
+    rows = list(text.four_columns(listing))
+    start = next(n for n, line in enumerate(listing.cuda) if line.startswith('extern "C"'))
+    assert [r[1] for r in rows if r[1]] == [c.partition("  // %")[0] for c in listing.cuda[start:] if c]
+    beside = [line.text for line in listing.ptx if line.source > start]
+    assert [r[2] for r in rows if r[2]] == [r[3] for r in rows if r[3]] == beside
+    assert {r[0] for r in rows if r[0]} == {str(op) for n, op in enumerate(listing.ops) if listing.cuda_lines(n)}
+
+
 def test_comments_own_what_follows_them() -> None:
     ops = [FusedOp("%a = math.exp %x", ""), FusedOp("%b = row.sum %a", ""), FusedOp("%c = math.mul %b, 2.0", "")]
     lines = """\

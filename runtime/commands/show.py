@@ -27,6 +27,7 @@ examples:
   moesaic show router.moe --stage expand-rows                  the IR after one pass, as it is
   moesaic show router.moe --stage expand-rows --side-by-side   the IR before and after it
   moesaic show router.moe --linked --kernel route_rows         CUDA, PTX and SASS of each op
+  moesaic show router.moe --linked --side-by-side              the same in four columns
   moesaic show router.moe --op row.topk                        the same of some ops
   moesaic show layer.py --dtype bf16 --html layer.html         everything on one page, linked
 """
@@ -70,6 +71,9 @@ def run(arguments: argparse.Namespace) -> int:
     kernels = lowering.chosen(lowered.kernels, arguments.kernel)
     if arguments.html is not None:
         _page(lowered, kernels, declared, arguments)
+        return 0
+    if arguments.linked and arguments.side_by_side and arguments.op is None:
+        _four_columns(lowered, kernels)
         return 0
     if arguments.linked or arguments.op is not None:
         _linked(lowered, kernels, arguments.op)
@@ -205,6 +209,25 @@ def _linked(lowered: lowering.Lowered, kernels: Sequence[GeneratedKernel], wante
         console.say(note, kind="warning")
     if not found and wanted is not None:
         raise InputError(f"no op {wanted!r}{suggestion(wanted, known)}; there are: {', '.join(known)}")
+
+
+def _four_columns(lowered: lowering.Lowered, kernels: Sequence[GeneratedKernel]) -> None:
+    """Prints op, CUDA, PTX and SASS beside one another, line of CUDA by line of CUDA."""
+    made, notes = _listings(lowered, kernels)
+    columns = console.page() or 200
+    widths = [(columns - 9) * share // 10 for share in (2, 3, 2, 3)]
+    for kernel, lines in made:
+        print(console.heading(kernel.symbol, "IR op │ CUDA │ PTX │ SASS"))
+        for cells in text.four_columns(lines):
+            shown = (_cut(cell, width) for cell, width in zip(cells, widths, strict=True))
+            print(f" {console.styled('│', 'dim')} ".join(shown).rstrip())
+        print()
+    for note in notes:
+        console.say(note, kind="warning")
+
+
+def _cut(cell: str, width: int) -> str:
+    return (cell if len(cell) <= width else cell[: width - 1] + "…").ljust(width)
 
 
 def _print_lines(lines: Listing, op: int) -> None:

@@ -7,8 +7,12 @@ import itertools
 import re
 import sys
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from moesaic.runtime.commands import console
+
+if TYPE_CHECKING:
+    from moesaic.codegen.listing import Listing
 
 _NUMBERED = re.compile(r"%(\d+)\b")
 _ASSIGNMENT = re.compile(r"\s*((?:%\w+,\s*)*%\w+) = (.*)")
@@ -155,6 +159,30 @@ def op_beside_code(source: str, columns: int | None) -> Iterator[str]:
     left = min(longest, columns * 2 // 5) if columns else longest
     for op, code in rows:
         yield from _row(op, code, left, "│", ("cyan",), columns - left - 3 if columns else len(code))
+
+
+def four_columns(lines: Listing) -> Iterator[tuple[str, str, str, str]]:
+    """Op, CUDA, PTX and SASS: each line of CUDA from the kernel's signature on, beside what comes from it.
+
+    An op stands beside its first line. What comes from no line of CUDA is left out.
+    """
+    made: dict[str, dict[int, list[str]]] = {"ptx": {}, "sass": {}}
+    for kind, found in (("ptx", lines.ptx), ("sass", lines.sass)):
+        for line in found:
+            made[kind].setdefault(line.source, []).append(line.text.strip().replace("\t", " "))
+    start = next((n for n, line in enumerate(lines.cuda) if line.startswith('extern "C"')), 0)
+    before = -1
+    for number, (code, owner) in enumerate(zip(lines.cuda[start:], lines.owners[start:], strict=True), start + 1):
+        ptx, sass = made["ptx"].get(number, []), made["sass"].get(number, [])
+        op = str(lines.ops[owner]) if owner >= 0 and owner != before else ""
+        before = owner
+        for row in range(max(1, len(ptx), len(sass))):
+            yield (
+                op if row == 0 else "",
+                code.partition("  // %")[0] if row == 0 else "",
+                ptx[row] if row < len(ptx) else "",
+                sass[row] if row < len(sass) else "",
+            )
 
 
 def _row(a: str, b: str, left: int, mark: str, style: tuple[str, ...], right: int | None = None) -> Iterator[str]:
