@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import pickle
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ import parallel_layers
 import pytest
 import torch
 from parallel_layers import BIASED, INNER, E, H, K, layer_of, rows
-from routing import device_of
+from routing import BACKENDS, device_of
 from torch.utils.checkpoint import checkpoint
 
 import moesaic as mo
@@ -249,6 +250,25 @@ def test_accumulation() -> None:
         assert getattr(mains, name).grad is None
         for found in (getattr(halves, name).grad, getattr(mains, name).main_grad):
             torch.testing.assert_close(found, parameter.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_threads_share_a_layer(backend: str) -> None:
+    """Forward and backward of different inputs at once."""
+    layer = layer_of(BIASED, backend=backend).to(device_of(backend))
+
+    def work(number: int) -> list[torch.Tensor]:
+        x = rows(3 + number, seed=number).to(device_of(backend)).requires_grad_()
+        hidden = layer(x).hidden
+        return [hidden.detach(), *torch.autograd.grad(hidden.square().sum(), [x, layer.gate_weight, layer.down_proj])]
+
+    wanted = [work(number) for number in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(5):
+            for found, right in zip(pool.map(work, range(4)), wanted, strict=True):
+                for a, b in zip(found, right, strict=True):
+                    assert b.any()
+                    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.gpu
