@@ -30,7 +30,6 @@ import argparse
 import json
 import math
 import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -453,6 +452,22 @@ def supervise(arguments: Sequence[str], seconds: float) -> int:
     return 1
 
 
+def install(path: Path) -> None:
+    """Adds the entries of a table for all cards of a target to the shipped one."""
+    head = json.loads(path.read_text(encoding="utf-8"))["environment"]
+    if "device" in head:  # the user's table of the same run
+        return
+    card = Card(head["target"], head["sms"])
+    found = Table.load(path, card)
+    shipped = Table.load(SHIPPED / path.name, card)
+    before = len(shipped.entries)
+    shipped.entries |= found.entries
+    SHIPPED.mkdir(exist_ok=True)
+    others = {n: v for n, v in head.items() if n not in asdict(card)}
+    shipped.path.write_text(shipped.text(others), encoding="utf-8")
+    print(f"{shipped.path}: {before} entries, now {len(shipped.entries)}")
+
+
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
@@ -486,10 +501,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{one.name:32} {one.group:8} T = {', '.join(map(str, one.tokens))}")
         return 0
     if args.install:
-        SHIPPED.mkdir(exist_ok=True)
-        for path in args.out.glob("sm_*.json"):
-            shutil.copy(path, SHIPPED / path.name)
-            print(SHIPPED / path.name)
+        for path in sorted(args.out.glob("sm_*.json")):
+            install(path)
         return 0
     if not torch.cuda.is_available():
         say("no GPU: only --list and --install work here")

@@ -99,22 +99,9 @@ class KernelKey:
 
 def picks_of(function: Function) -> int:
     """K of a planned function: the length of its rows of picks; 0 if it has none."""
-    values = [*function.arguments, *(r for o in function.body.ops for r in o.results)]
+    values = [*function.arguments, *(r for op in function.body.ops for r in op.results)]
     rows = [v.type for v in values if v.type.rank == 2 and v.type.leading == "T" and v.type.dtype in _PICKS]
-    found = [t.shape[-1] for t in rows if isinstance(t.shape[-1], int)]
-    if not found:  # of a backward function that is given numbers of slots
-        rows = [v.type for v in values if v.type.rank == 2 and v.type.leading == "T"]
-        found = [t.shape[-1] for t in rows if isinstance(t.shape[-1], int)][-1:]
-        return (
-            min(found, default=0)
-            if any(isinstance(o, Kernel) and o.template == "to_picks" for o in _ops(function))
-            else 0
-        )
-    return min(found)
-
-
-def _ops(function: Function) -> list[Op]:
-    return list(function.body.ops)
+    return min((t.shape[-1] for t in rows if isinstance(t.shape[-1], int)), default=0)
 
 
 def _types(values: list[Value]) -> str:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -351,12 +352,12 @@ def test_resources(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     assert experts.main(["--resources", "--cases", "mixtral"]) == 0
 
 
-def test_what_is_tuned_and_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_tuned_and_proven(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The list of layers is sound, and a search among known times finds what the real one would."""
     from test_tuning_search import KEY
 
     from moesaic.runtime.tuning.search import Trial
-    from moesaic.runtime.tuning.tables import Entry
+    from moesaic.runtime.tuning.tables import Card, Entry, Table
 
     # By its path: a checkout may be called the same, and pytest imports that by its name.
     found = importlib.util.spec_from_file_location("benchmark_of_tuning", FOLDER / "tuning.py")
@@ -381,6 +382,17 @@ def test_what_is_tuned_and_proven(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lines[1].split()[-4:] == ["8.00", "20.0", "%", "lanes=2"]
     assert tuning.table_of({}) == "nothing yet"
 
+    entry, card = Entry({"lanes": "2"}, 8.0, 10.0, 4096, 20, 300), Card("sm_90a", 132)
+    monkeypatch.setattr(tuning, "SHIPPED", tmp_path / "tuned")
+    out = tmp_path / "out"
+    for experts in (8, 9):
+        Table(out / "sm_90a-132.json", card).add({replace(KEY, experts=experts): entry}, {"gpu": "H100"})
+        Table(out / "sm_90a-132-h100.json", replace(card, device="H100")).add({KEY: entry})
+        assert tuning.main(["--out", str(out), "--install"]) == 0
+        (out / "sm_90a-132.json").unlink()
+    shipped = Table.load(tmp_path / "tuned" / "sm_90a-132.json", card)
+    assert {key.experts for key in shipped.entries} == {8, 9} and '"gpu": "H100"' in shipped.path.read_text()
+    assert [p.name for p in (tmp_path / "tuned").iterdir()] == ["sm_90a-132.json"]
 
 # Models ---------------------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,6 +72,7 @@ class Entry:
         us, default_us: microseconds of it and of the rule's point, timed in turn.
         tuned_at: T of the tensors they were timed on.
         trials: candidates that were tried, of so many `points`.
+        complete: whether the search had the time to try as many as it wanted; if not, the next one goes on.
     """
 
     point: Point
@@ -80,6 +81,7 @@ class Entry:
     tuned_at: int
     trials: int
     points: int
+    complete: bool = True
 
 
 class Table:
@@ -192,17 +194,6 @@ class Tables:
             _log.warning("what was tuned is kept for this process only: %s: %s", self.user_path, error)
 
 
-def merged(tables: Iterable[Table]) -> dict[KernelKey, Entry]:
-    """The entries of several tables; of one key the fastest over its default."""
-    found: dict[KernelKey, Entry] = {}
-    for table in tables:
-        for key, entry in table.entries.items():
-            known = found.get(key)
-            if known is None or entry.us / entry.default_us < known.us / known.default_us:
-                found[key] = entry
-    return found
-
-
 def _user_path(card: Card) -> Path | None:
     """In the cache folder; None if there is none, or it is not to be used."""
     if environment.DISABLE_CACHE.get():
@@ -227,7 +218,10 @@ def _parse_entry(row: Mapping[str, Any]) -> Entry:
         raise ValueError(f"point must map names to text, found {point!r}")
     times = [float(row[n]) for n in ("us", "default_us")]
     counts = [int(row[n]) for n in ("tuned_at", "trials", "points")]
-    return Entry(point, *times, *counts)
+    complete = row.get("complete", True)
+    if not isinstance(complete, bool):
+        raise ValueError(f"complete must be true or false, found {complete!r}")
+    return Entry(point, *times, *counts, complete)
 
 
 def _shown(found: Mapping[str, Any]) -> str:

@@ -146,7 +146,7 @@ def tune(
     wanted: list[Tunable] = []
     for one in found:
         known = None if settings.force else tables.find(one.key)
-        if known is not None:
+        if known is not None and known.complete:
             results.append(tuned(one, known, None))
             settings.watch.end(results[-1])
         elif one.key not in [w.key for w in wanted]:
@@ -183,6 +183,7 @@ def tune(
                 tokens,
                 len(outcome.trials),
                 outcome.points,
+                outcome.ended != "time",
             )
             tables.add({one.key: entry}, about_here(target))
             results.append(tuned(one, entry, outcome))
