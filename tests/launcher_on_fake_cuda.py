@@ -30,6 +30,8 @@ from moesaic.runtime.compile import CompiledLayer
 from moesaic.runtime.plan import BufferSpec, Input, LaunchPlan, Step
 from moesaic.runtime.program import program_by_key
 from moesaic.runtime.reference import TORCH_DTYPES
+from moesaic.runtime.tuning.lookup import tunables
+from moesaic.runtime.tuning.tables import Card, Entry, Tables
 
 RUNNER = fake_cuda.install()
 RUNNER.few_tokens = 24
@@ -338,6 +340,38 @@ def test_small_buffers_of_the_workspace_lie_in_one_block(native: Any) -> None:
     _table(native, prepared, empty)(empty)
     [launch] = fake_cuda.launches()
     assert launch.arguments[:4] == (0, 0, 0, 0)
+
+
+def test_what_was_tuned_replaces_what_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """For calls in its bucket of T alone; the native launcher forgets what it had."""
+    router = mo.Router(12, 3, renormalize=True, outputs=("weights", "indices"), name="tuned_again")
+    few, many = torch.randn(8, 12), torch.randn(200, 12)
+    layer = ready(router, few, {})
+    program = program_by_key(layer._handles[torch.float32])
+
+    def threads(logits: torch.Tensor) -> int:
+        with torch.no_grad():
+            layer(logits)
+        [launch] = fake_cuda.launches()
+        return int(launch.block[0])
+
+    before = threads(few), threads(many)
+    target = RUNNER.target(torch.device("cpu"))
+    function = program.planned("forward")
+    aligned = execute.alignments([few])
+    [found] = tunables(function, program.specialize(target.name, aligned, "few"), target, aligned, "<=24")
+    assert before[0] == int(found.space.default["threads"])
+    point = {**found.space.default, "threads": "32"}
+    tables = Tables(Card(target.name, 132, "false"), tmp_path / "user.json", tmp_path / "none.json")
+    tables.add({found.key: Entry(point, 1.0, 2.0, 8, 2, 9)})
+    monkeypatch.setattr(RUNNER, "tables", tables)
+    assert threads(few) == before[0], "what is prepared stays"
+    RUNNER.prepare_again(program)
+    assert layer._native((few,), {}) is None
+    assert (threads(few), threads(many)) == (32, before[1])
+    assert layer._native((few,), {}) is not None
+    [launch] = fake_cuda.launches()
+    assert launch.block[0] == 32
 
 
 def test_the_kinds_of_arguments_are_those_of_python(native: Any) -> None:

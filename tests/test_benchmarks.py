@@ -394,6 +394,7 @@ def test_what_is_tuned_and_proven(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert {key.experts for key in shipped.entries} == {8, 9} and '"gpu": "H100"' in shipped.path.read_text()
     assert [p.name for p in (tmp_path / "tuned").iterdir()] == ["sm_90a-132.json"]
 
+
 # Models ---------------------------------------------------------------------------------------------------------------
 
 
