@@ -611,6 +611,14 @@ class CompiledLayer:
         """Registers, spills and shared memory of each kernel, from the compiler's log."""
         return {s: self._compiled(k).resources for s, k in self.kernels.items()}
 
+    @property
+    def tuned(self) -> Mapping[str, Mapping[str, Mapping[str, str]]]:
+        """What was tuned for this GPU: by numbers of tokens, such as ``<=4096``, and kernel, the choices that calls
+        with contiguous inputs run in place of those that the views here show. Empty without a GPU."""
+        if not torch.cuda.is_available():
+            return {}
+        return _cuda.tuned(self._program(), _cuda.place(torch.device("cuda")))
+
     def memory(self, tokens: int) -> Memory:
         """What a call with so many tokens allocates, in bytes, in training."""
         return memory_of(self._program(), self.target.name, tokens)

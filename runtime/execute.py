@@ -25,6 +25,7 @@ from moesaic.ir import environment
 from moesaic.ir.core import Function
 from moesaic.ir.errors import InputError, InternalError
 from moesaic.ir.types import TensorType
+from moesaic.passes.specialize import parse_point
 from moesaic.runtime import driver, launcher, reproducer, token_buckets
 from moesaic.runtime.kernels import compiled_kernel, source_of
 from moesaic.runtime.locks import KeyedLocks
@@ -455,7 +456,7 @@ class Runner:
                 self.check_may_compile()
                 _, kind, cotangents, index, bucket, aligned = key
                 target, rule = self.target(device), token_buckets.rule(bucket)
-                points = self._points(program, kind, cotangents, bucket, aligned, device)
+                points = self.points(program, kind, cotangents, bucket, aligned, device)
                 distinct = (program.key, kind, cotangents, index, aligned, rule, points)
                 with self._preparing.holding(distinct):
                     if distinct not in self._distinct:
@@ -474,7 +475,7 @@ class Runner:
                 self._prepared[key] = self._distinct[distinct]
             return self._prepared[key]
 
-    def _points(
+    def points(
         self,
         program: Program,
         kind: str,
@@ -483,7 +484,7 @@ class Runner:
         aligned: tuple[int, ...],
         device: torch.device,
     ) -> tuple[str, ...]:
-        """What was tuned for the kernels of a function, in a bucket of T."""
+        """What was tuned for the kernels of a function in a bucket of T: the option `points` of ``specialize``."""
         tables = None if environment.AUTOTUNE.get() == "off" else self.tables_of(device)
         if tables is None:
             return ()
@@ -494,6 +495,22 @@ class Runner:
         label = token_buckets.label(bucket, self.few_tokens)
         found = tunables(program.planned(kind, cotangents), specialize, target, aligned, label)
         return points_for(found, tables.find)
+
+    def tuned(self, program: Program, device: torch.device) -> dict[str, dict[str, dict[str, str]]]:
+        """By bucket of T and kernel, what was tuned for contiguous inputs; buckets that the rule decides are left
+        out."""
+        kinds: list[tuple[str, tuple[str, ...]]] = [("forward", ()), ("training", ())]
+        if program.backward_function(program.float_results) is not None:
+            kinds.append(("backward", program.float_results))
+        found: dict[str, dict[str, dict[str, str]]] = {}
+        for bucket in range(token_buckets.COUNT):
+            for kind, cotangents in kinds:
+                aligned = usual_alignments(program.planned(kind, cotangents))
+                points = self.points(program, kind, cotangents, bucket, aligned, device)
+                if points:
+                    label = token_buckets.label(bucket, self.few_tokens)
+                    found.setdefault(label, {}).update(map(parse_point, points))
+        return found
 
     def prepare_again(self, program: Program) -> None:
         """Has the calls of a program choose their kernels anew, by what has been tuned meanwhile.

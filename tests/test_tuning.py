@@ -242,6 +242,17 @@ def test_case_63_a_table_is_silent_about_other_tokens(tables: Tables) -> None:
     assert (found[4096], found[20000]) == (by_rule[4096], by_rule[20000])
 
 
+def test_what_was_tuned_can_be_read(tables: Tables) -> None:
+    program = program_of(ROUTER.module("bf16"))
+    runner, device = Counting(tables), torch.device("cpu")
+    assert runner.tuned(program, device) == {}
+    point = {"lanes": "2", "select": "merge", "listed": "2", "threads": "64", "prefetch": "off", "resident": "1"}
+    tables.user.entries[keys_of(program, 2)["route_rows"]] = replace(ENTRY, point=point)
+    assert runner.tuned(program, device) == {"<=16384": {"route_rows": point}}
+    if not torch.cuda.is_available():
+        assert mo.compile(ROUTER).tuned == {}
+
+
 def test_what_a_user_or_the_environment_decides(tables: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
     point = {"lanes": "2", "select": "merge", "listed": "2", "threads": "64", "prefetch": "off", "resident": "1"}
     program = program_of(ROUTER.module("bf16"))
