@@ -57,4 +57,5 @@ def points_for(found: Sequence[Tunable], find: Callable[[KernelKey], Entry | Non
             _log.warning("what was tuned for %s is not used: %s", one.key, problem)
         else:
             points.append(point_text(one.space.op.symbol, entry.point))
+            _log.info("%s: as tuned, %s", one.key, points[-1])
     return tuple(points)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,7 @@ from moesaic.ir.types import Affine
 from moesaic.passes.cost_model import Card, Load, floor_us, ordered
 from moesaic.passes.kernel_key import KernelKey
 from moesaic.passes.space import Point, Space
+from moesaic.passes.specialize import point_text
 from moesaic.runtime import cache, token_buckets
 from moesaic.runtime.execute import Runner, alignments, tokens_of
 from moesaic.runtime.graph_timer import sets_for
@@ -27,6 +29,8 @@ from moesaic.runtime.tuning.journal import Journal
 from moesaic.runtime.tuning.lookup import Tunable, tunables
 from moesaic.runtime.tuning.search import TRIALS, Built, Found, Search, Trial
 from moesaic.runtime.tuning.tables import Entry, Tables
+
+_log = logging.getLogger("moesaic.tuner")
 
 _MOST_COPIED = 2**28  # bytes of one input that each set has of its own; larger ones are larger than any cache
 _MOST_OF_SETS = 2**33  # bytes of all sets together
@@ -186,6 +190,15 @@ def tune(
                 outcome.ended != "time",
             )
             tables.add({one.key: entry}, about_here(target))
+            _log.info(
+                "%s: %.2f us instead of %.2f after %d trials of %d points: %s",
+                one.key,
+                entry.us,
+                entry.default_us,
+                entry.trials,
+                entry.points,
+                point_text(one.space.op.symbol, entry.point),
+            )
             results.append(tuned(one, entry, outcome))
             settings.watch.end(results[-1])
     return results
