@@ -166,7 +166,7 @@ def test_twenty_of_all(layer: str) -> None:
     off = []
     for space in spaces(layer)[:2]:
         candidates = ordered(space, space.points(), Load(16384, 16384 * 8, 7), Card())
-        for _ in range(6):
+        for _ in range(3):
             worth: dict[tuple[str, str], float] = {}
 
             def us(point: Point, estimate: float, worth: dict[tuple[str, str], float] = worth) -> float:
