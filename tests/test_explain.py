@@ -218,11 +218,13 @@ def test_inputs_are_drawn_as_a_router_gives_them() -> None:
     "declared",
     [
         mo.Router(10, 2, losses={"balance": mo.LoadBalance(coef=0.1)}, dtype="fp32"),
+        mo.Router(10, 2, losses={"balance": mo.LoadBalance(coef=0.1, segments="batch_first")}, dtype="fp32"),
+        mo.Router(10, 2, losses={"balance": mo.LoadBalance(coef=0.1, segments="sequence_first")}, dtype="fp32"),
         mo.Router(12, 3, selection_bias=True, score="sigmoid", dtype="fp32"),
         mo.Experts(num_experts=5, hidden=16, intermediate=8).module(DType.F32, 2),
         mo.MoE(mo.Router(6, 2), mo.Experts(num_experts=6, hidden=16, intermediate=8)).module(DType.F32),
     ],
-    ids=["losses", "bias", "experts", "layer"],
+    ids=["losses", "sequences", "sequences_inside", "bias", "experts", "layer"],
 )
 def test_layers_are_called_on_what_is_drawn(declared: object, training: bool) -> None:
     layer = mo.compile(declared, backend="reference")
