@@ -1,7 +1,8 @@
 """Trains a small language model with Mixture-of-Experts layers on text that comes with Python, beside plain torch.
 
-    python examples/train_tiny_moe.py                        # 300 steps; a minute on two cores, seconds on a GPU
+    python examples/train_tiny_moe.py                        # 300 steps; minutes on two cores, seconds on a GPU
     python examples/train_tiny_moe.py --steps 1000 --plot training.svg
+    python examples/train_tiny_moe.py --hidden 64 --layers 2        # a 10th of the parameters
 
 Two models start from the same weights and see the same text: one with ``mo.nn.MoELayer``, one whose layers are written
 as models write them, a loop over experts. Their losses lie on each other; a balance loss and a bias that moves after
@@ -22,8 +23,8 @@ from torch.nn import functional
 
 import moesaic as mo
 
-HIDDEN, HEADS, LAYERS, CONTEXT, BATCH = 64, 4, 2, 96, 8
-EXPERTS, TOP_K, INTERMEDIATE, SHARED = 8, 2, 64, 64
+HEADS, CONTEXT, BATCH = 4, 96, 8
+EXPERTS, TOP_K = 8, 2
 BALANCE, BIAS_RATE = 3e-2, 1e-2
 
 ROUTER = mo.Router(
@@ -34,7 +35,11 @@ ROUTER = mo.Router(
     renormalize=True,
     losses={"balance": mo.LoadBalance(coef=BALANCE)},
 )
-LAYER = mo.MoE(ROUTER, mo.Experts(EXPERTS, HIDDEN, INTERMEDIATE), shared=mo.SharedExpert(SHARED))
+
+
+def layer_of(hidden: int) -> mo.MoE:
+    """The layer of a model of that width."""
+    return mo.MoE(ROUTER, mo.Experts(EXPERTS, hidden, 3 * hidden // 2), shared=mo.SharedExpert(hidden))
 
 
 class PlainLayer(nn.Module):
@@ -71,11 +76,11 @@ def _swiglu(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch
 class Block(nn.Module):
     """Attention, then the layer."""
 
-    def __init__(self) -> None:
+    def __init__(self, hidden: int) -> None:
         super().__init__()
-        self.norms = nn.ModuleList(nn.RMSNorm(HIDDEN) for _ in range(2))
-        self.into, self.out = nn.Linear(HIDDEN, 3 * HIDDEN, bias=False), nn.Linear(HIDDEN, HIDDEN, bias=False)
-        self.layer: nn.Module = mo.nn.MoELayer(LAYER, std=0.1)
+        self.norms = nn.ModuleList(nn.RMSNorm(hidden) for _ in range(2))
+        self.into, self.out = nn.Linear(hidden, 3 * hidden, bias=False), nn.Linear(hidden, hidden, bias=False)
+        self.layer: nn.Module = mo.nn.MoELayer(layer_of(hidden), std=0.8 * hidden**-0.5)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in self.into(self.norms[0](x)).chunk(3, -1))
@@ -91,11 +96,12 @@ class Block(nn.Module):
 class Model(nn.Module):
     """Bytes in, logits of the next byte out, with the counts and the balance losses of all layers."""
 
-    def __init__(self) -> None:
+    def __init__(self, hidden: int, layers: int) -> None:
         super().__init__()
-        self.embed, self.place = nn.Embedding(256, HIDDEN), nn.Embedding(CONTEXT, HIDDEN)
-        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
-        self.norm = nn.RMSNorm(HIDDEN)
+        self.sizes = hidden, layers
+        self.embed, self.place = nn.Embedding(256, hidden), nn.Embedding(CONTEXT, hidden)
+        self.blocks = nn.ModuleList(Block(hidden) for _ in range(layers))
+        self.norm = nn.RMSNorm(hidden)
         for table in (self.embed, self.place):
             nn.init.normal_(table.weight, std=0.05)
 
@@ -110,7 +116,7 @@ class Model(nn.Module):
 
     def in_plain_torch(self) -> Model:
         """The same model with plain layers."""
-        other = Model()
+        other = Model(*self.sizes)
         other.load_state_dict(self.state_dict())
         for block in other.blocks:
             block.layer = PlainLayer(block.layer)
@@ -129,7 +135,7 @@ def batches(steps: int, device: str) -> Iterator[torch.Tensor]:
 
 def train(model: Model, steps: int, device: str) -> tuple[list[float], list[float], float]:
     """Losses in nats a byte, the largest load over the mean one, and seconds."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
     losses, loads = [], []
     start = time.perf_counter()
     for piece in batches(steps, device):
@@ -171,14 +177,17 @@ def plot(path: Path, curves: dict[str, list[float]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--hidden", type=int, default=160, help="width of the model (default: 160)")
+    parser.add_argument("--layers", type=int, default=4, help="default: 4")
     parser.add_argument("--plot", type=Path, help="write the curves there, as SVG")
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
-    ours = Model()
+    ours = Model(arguments.hidden, arguments.layers)
     plain = ours.in_plain_torch()
     count = sum(p.numel() for p in ours.parameters())
-    print(f"{count:,} parameters, {LAYERS} layers of {EXPERTS} experts, {BATCH * CONTEXT} bytes a step, on {device}")
+    sizes = f"{arguments.layers} layers of {EXPERTS} experts, {BATCH * CONTEXT} bytes a step"
+    print(f"{count:,} parameters, {sizes}, on {device}", flush=True)
     results = {}
     for name, model in (("moesaic", ours), ("plain torch", plain)):
         results[name] = train(model.to(device), arguments.steps, device)

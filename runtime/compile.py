@@ -263,6 +263,16 @@ def resolve_backend(asked: str, device: str, dtype: torch.dtype) -> str:
     return backend
 
 
+_traced: dict[tuple[str, str], str] = {}
+"""Where programs run in graphs of torch.compile, by handle and the backend asked for; equal layers share a graph."""
+
+
+@torch.compiler.assume_constant_result
+def _note_traced(handle: str, asked: str, backend: str) -> bool:
+    _traced[handle, asked] = backend
+    return True
+
+
 def _asked(
     handle: str, passes: str, tensors: Sequence[torch.Tensor], mains: Mapping[int, torch.Tensor] | None = None
 ) -> str:
@@ -353,7 +363,10 @@ class CompiledLayer:
     @property
     def backend(self) -> str:
         """The backend of the last call; before any, the one asked for."""
-        return self._ran or self._asked
+        if self._ran is not None:
+            return self._ran
+        handles = (*self._handles.values(), *self._masked_handles.values())
+        return next((_traced[h, self._asked] for h in handles if (h, self._asked) in _traced), self._asked)
 
     def __call__(self, *args: torch.Tensor, **inputs: torch.Tensor) -> Any:
         """Runs the layer; see the class.
@@ -397,6 +410,10 @@ class CompiledLayer:
         signature = signature_of(handle)
         backend = resolve_backend(self._asked, logits.device.type, logits.dtype)
         tensors = _bind(signature, logits, inputs)
+        if _is_compiling():  # where to change the layer is a side effect, which checkpointing may not have
+            _note_traced(handle, self._asked, backend)
+        else:
+            self._ran = backend
         mains: dict[int, torch.Tensor] = {}
         if main_grads:
             mains = by_number([i.name for i in signature.inputs], tensors, signature.matrices, main_grads)
@@ -404,7 +421,6 @@ class CompiledLayer:
         training = recorded and backend != "reference" and has_backward(handle)
         if training:
             handle = _asked(handle, self._passes, tensors, mains)
-        self._ran = backend
         if backend == "reference":
             outputs = _evaluate(handle, added_by_autograd(tensors, mains) if mains else tensors)
         elif torch.compiler.is_compiling():

@@ -176,8 +176,9 @@ class TorchArrays:
             return y
         parts = []
         done = 0
+        each = weight.unbind()  # whose gradients become one by a stack; those of slices are added up, each as large
         for expert, (first, last) in _groups(counts, offsets):
-            parts += [x.new_zeros((first - done, weight.shape[-1])), x[first:last] @ weight[expert]]
+            parts += [x.new_zeros((first - done, weight.shape[-1])), x[first:last] @ each[expert]]
             done = last
         return torch.cat([*parts, x.new_zeros((x.shape[0] - done, weight.shape[-1]))])
 

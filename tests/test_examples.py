@@ -39,7 +39,8 @@ def test_python_runs(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
 def test_training_beside_plain_torch(tmp_path: Path) -> None:
     """Losses of both models after a few steps, as the table says them."""
-    command = [sys.executable, "-P", str(EXAMPLES / f"{TRAINING}.py"), "--steps", "13", "--plot", "curves.svg"]
+    small = ["--hidden", "64", "--layers", "2", "--steps", "13", "--plot", "curves.svg"]
+    command = [sys.executable, "-P", str(EXAMPLES / f"{TRAINING}.py"), *small]
     environment = {k: v for k, v in os.environ.items() if k != "MOESAIC_BACKEND"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -215,6 +215,8 @@ def test_case_60_few_kernels_serve_any_number_of_tokens(backend: str, monkeypatc
     runner, device = RUNNERS[backend], device_of(backend)
     monkeypatch.setattr(runner, "_prepared", {})
     router = ROUTERS["softmax"]
+    if backend == "cuda":  # the native launcher keeps what was prepared: another name is another program
+        router = replace(router, name="any_number_of_tokens")
     layer = mo.compile(router, backend=backend)
     numbers = [*range(1, 65), 100, 1000, 4097]
     order = torch.randperm(len(numbers), generator=torch.Generator().manual_seed(60)).tolist()

@@ -55,7 +55,10 @@ class Model(nn.Module):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         losses = []
         for block in self.blocks:
-            x, loss = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
+            if self.recompute:  # nothing is random here, and a capture may not ask for the generator's state
+                x, loss = checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x, loss = block(x)
             losses.append(loss)
         return x, torch.stack(losses).sum()
 
@@ -212,7 +215,8 @@ def test_a_captured_step_trains_like_a_plain_one(recompute: bool) -> None:
     """
     model = Model("cuda", recompute=recompute).cuda()
     tracker = mo.nn.LoadTracker(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, capturable=True)
+    options: dict[str, Any] = {"lr": 1e-2, "eps": 1e-3, "capturable": True}  # a small eps would magnify rounding
+    optimizer = torch.optim.AdamW(model.parameters(), **options)
     x, target = rows(37, "cuda"), rows(37, "cuda", seed=50)
 
     def step(model: Model, optimizer: torch.optim.Optimizer) -> torch.Tensor:
@@ -233,7 +237,7 @@ def test_a_captured_step_trains_like_a_plain_one(recompute: bool) -> None:
 
     twin = Model("cuda", recompute=recompute).cuda()
     twin.load_state_dict(model.state_dict())
-    other = torch.optim.AdamW(twin.parameters(), lr=1e-2, capturable=True)
+    other = torch.optim.AdamW(twin.parameters(), **options)
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     watching = mo.nn.LoadTracker(twin)
     tracker.reset()
