@@ -141,6 +141,9 @@ class _Emitter:
             "setup": indented(_spaced(self.out.setup), 2),
             "body": [line for section in self.out.body for line in indented(["", *section], 4)],
             "finish": indented(self.out.finish, 2),
+            # Blocks of the next kernel come to where this one's happen to end first. That costs grouped routers, whose
+            # blocks all run at once, more than the launch: 6.14 us for 5.40 at T = 4096 (an H100, one after another).
+            "next_early": not any(isinstance(op, row.GroupLimit) for op in self.region.ops),
         }
         return GeneratedKernel(
             symbol=self.op.symbol,

@@ -28,6 +28,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, /*blocks per multiprocess
     __nv_bfloat16* __restrict__ d_logits_ptr,  // [T, 256]
     long long tokens) {
   moesaic::after_kernels_before();
+  moesaic::let_next_kernel_begin();
   const int lane = threadIdx.x % kLanes;   // among the lanes that share a token
   const int slot = threadIdx.x / kLanes;   // which of the block's tokens
   const long long first_token = static_cast<long long>(blockIdx.x) * kTokensPerBlock + slot;

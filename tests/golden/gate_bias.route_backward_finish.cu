@@ -16,6 +16,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) route_backward_finish(
     float* __restrict__ d_gate_bias_ptr,  // [128]
     long long rows) {  // partial rows: blocks of the kernel before
   moesaic::after_kernels_before();
+  moesaic::let_next_kernel_begin();
   int tile = blockIdx.x;
   if (tile >= 0 && tile < 4) {  // %d_gate_bias
     moesaic::sum_partial_rows<128, kThreads>(d_gate_bias_partial_ptr, rows, tile, d_gate_bias_ptr);

@@ -16,6 +16,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) route_finish(
     int* __restrict__ counts_ptr,  // [128]
     long long rows) {  // partial rows: blocks of the kernel before
   moesaic::after_kernels_before();
+  moesaic::let_next_kernel_begin();
   int tile = blockIdx.x;
   if (tile >= 0 && tile < 4) {  // %counts
     moesaic::sum_partial_rows<128, kThreads>(counts_partial_ptr, rows, tile, counts_ptr);

@@ -40,6 +40,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
     const float* __restrict__ weights_ptr,  // [T, 4]
     long long weights_stride) {
   moesaic::after_kernels_before();
+  moesaic::let_next_kernel_begin();
   MOESAIC_DYNAMIC_SHARED(unsigned char, shared);
   constexpr int kRowItems = (kRowTiles + 1 - 1) / 1;
   constexpr int kColumnItems = (kColumnTiles + Tile::kPair - 1) / Tile::kPair;

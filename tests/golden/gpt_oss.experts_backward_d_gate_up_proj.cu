@@ -37,6 +37,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
     const __grid_constant__ moesaic::TensorMap d_gate_up_proj_map,  // [32, 2880, 5760]
     __nv_bfloat16* __restrict__ d_gate_up_proj_bias_ptr) {  // [32, 5760]
   moesaic::after_kernels_before();
+  moesaic::let_next_kernel_begin();
   MOESAIC_DYNAMIC_SHARED(unsigned char, shared);
   constexpr int kRowItems = (kRowTiles + Tile::kPair - 1) / Tile::kPair;
   constexpr int kColumnItems = (kColumnTiles + 1 - 1) / 1;

@@ -42,6 +42,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
     __nv_bfloat16* __restrict__ out_ptr2,  // [M, 5760]
     float* __restrict__ out_ptr3) {  // [M, 23]
   moesaic::after_kernels_before();
+  moesaic::let_next_kernel_begin();
   MOESAIC_DYNAMIC_SHARED(unsigned char, shared);
   int* const first_item = reinterpret_cast<int*>(shared + Tile::kSharedBytes);
   moesaic::count_before<kExperts, kThreads>(saved_counts_ptr, first_item, [](int rows) {

@@ -26,6 +26,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) experts_backward_slot_row
     long long down_proj_bias_stride,
     const int* __restrict__ saved_offsets_ptr) {  // [33]
   moesaic::after_kernels_before();
+  moesaic::let_next_kernel_begin();
   const int lane = threadIdx.x % 32;
   constexpr int i = 0;  // a warp has one row at a time
   const long long first = static_cast<long long>(blockIdx.x) * kRows + threadIdx.x / 32;

@@ -24,6 +24,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, /*blocks per multiprocess
     __nv_bfloat16* __restrict__ hidden_ptr,  // [T, 2880]
     long long tokens) {
   moesaic::after_kernels_before();
+  moesaic::let_next_kernel_begin();
 #pragma unroll 1
   for (int item = threadIdx.x; item < kTokens * kVectors; item += kThreads) {
     const long long token = static_cast<long long>(blockIdx.x) * kTokens + item / kVectors;

@@ -23,6 +23,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, /*blocks per multiprocess
     float* __restrict__ d_x_ptr,  // [T, 33]
     long long tokens) {
   moesaic::after_kernels_before();
+  moesaic::let_next_kernel_begin();
 #pragma unroll 1
   for (int item = threadIdx.x; item < kTokens * kVectors; item += kThreads) {
     const long long token = static_cast<long long>(blockIdx.x) * kTokens + item / kVectors;

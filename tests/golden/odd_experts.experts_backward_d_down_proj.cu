@@ -36,6 +36,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) experts_backward_d_down_p
     float* __restrict__ d_up_proj_bias_ptr,  // [7, 17]
     const float* __restrict__ d_h_ptr) {  // [M, 17]
   moesaic::after_kernels_before();
+  moesaic::let_next_kernel_begin();
   MOESAIC_DYNAMIC_SHARED(unsigned char, shared);
 
   for (long long n = blockIdx.x; n < static_cast<long long>(kExperts) * kRowTiles * kColumnTiles; n += gridDim.x) {

@@ -33,6 +33,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) experts_backward_d_up_pro
     const int* __restrict__ saved_tokens_ptr,  // [M]
     float* __restrict__ d_up_proj_ptr) {  // [7, 17, 33]
   moesaic::after_kernels_before();
+  moesaic::let_next_kernel_begin();
   MOESAIC_DYNAMIC_SHARED(unsigned char, shared);
 
   for (long long n = blockIdx.x; n < static_cast<long long>(kExperts) * kRowTiles * kColumnTiles; n += gridDim.x) {

@@ -45,6 +45,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) experts_backward_down_pro
     float* __restrict__ out_ptr,  // [M, 17]
     float* __restrict__ out_ptr2) {  // [M, 1]
   moesaic::after_kernels_before();
+  moesaic::let_next_kernel_begin();
   MOESAIC_DYNAMIC_SHARED(unsigned char, shared);
   int* const first_tile = reinterpret_cast<int*>(shared + Tile::kSharedBytes);
   moesaic::count_row_tiles<kExperts, kTileRows, kThreads>(saved_counts_ptr, first_tile);

@@ -20,6 +20,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) experts_backward_to_picks
     float* __restrict__ d_weights_ptr,  // [T, 3]
     long long tokens) {
   moesaic::after_kernels_before();
+  moesaic::let_next_kernel_begin();
 #pragma unroll 1
   for (int item = threadIdx.x; item < kTokens * kTopK; item += kThreads) {
     const long long token = static_cast<long long>(blockIdx.x) * kTokens + item / kTopK;

@@ -35,6 +35,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) experts_down_proj(
     long long down_proj_bias_stride,
     float* __restrict__ outputs_ptr) {  // [M, 33]
   moesaic::after_kernels_before();
+  moesaic::let_next_kernel_begin();
   MOESAIC_DYNAMIC_SHARED(unsigned char, shared);
   int* const first_tile = reinterpret_cast<int*>(shared + Tile::kSharedBytes);
   moesaic::count_row_tiles<kExperts, kTileRows, kThreads>(counts_ptr, first_tile);

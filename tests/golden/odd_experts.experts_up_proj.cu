@@ -41,6 +41,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) experts_up_proj(
     float* __restrict__ h_ptr,  // [M, 17]
     float* __restrict__ activated_ptr) {  // [M, 17]
   moesaic::after_kernels_before();
+  moesaic::let_next_kernel_begin();
   MOESAIC_DYNAMIC_SHARED(unsigned char, shared);
   int* const first_tile = reinterpret_cast<int*>(shared + Tile::kSharedBytes);
   moesaic::count_row_tiles<kExperts, kTileRows, kThreads>(counts_ptr, first_tile);

@@ -36,6 +36,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
     __nv_bfloat16* __restrict__ d_down_proj_ptr,  // [60, 2048, 1408]
     const __grid_constant__ moesaic::TensorMap d_down_proj_map) {  // [60, 2048, 1408]
   moesaic::after_kernels_before();
+  moesaic::let_next_kernel_begin();
   MOESAIC_DYNAMIC_SHARED(unsigned char, shared);
   constexpr int kRowItems = (kRowTiles + Tile::kPair - 1) / Tile::kPair;
   constexpr int kColumnItems = (kColumnTiles + 1 - 1) / 1;

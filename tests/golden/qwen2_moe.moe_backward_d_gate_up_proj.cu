@@ -36,6 +36,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
     __nv_bfloat16* __restrict__ d_gate_up_proj_ptr,  // [60, 2816, 2048]
     const __grid_constant__ moesaic::TensorMap d_gate_up_proj_map) {  // [60, 2816, 2048]
   moesaic::after_kernels_before();
+  moesaic::let_next_kernel_begin();
   MOESAIC_DYNAMIC_SHARED(unsigned char, shared);
   constexpr int kRowItems = (kRowTiles + 1 - 1) / 1;
   constexpr int kColumnItems = (kColumnTiles + Tile::kPair - 1) / Tile::kPair;

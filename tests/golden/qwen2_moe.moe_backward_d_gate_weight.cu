@@ -31,6 +31,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) moe_backward_d_gate_we
     long long x_stride,
     __nv_bfloat16* __restrict__ d_gate_weight_ptr) {  // [60, 2048]
   moesaic::after_kernels_before();
+  moesaic::let_next_kernel_begin();
   MOESAIC_DYNAMIC_SHARED(unsigned char, shared);
 
   for (long long n = blockIdx.x; n < static_cast<long long>(kExperts) * kRowTiles * kColumnTiles; n += gridDim.x) {

@@ -34,6 +34,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) moe_backward_gate_weig
     const __nv_bfloat16* __restrict__ in_ptr5,  // [T, 2048]
     __nv_bfloat16* __restrict__ d_x_ptr) {  // [T, 2048]
   moesaic::after_kernels_before();
+  moesaic::let_next_kernel_begin();
   MOESAIC_DYNAMIC_SHARED(unsigned char, shared);
   const long long row_tiles = (tokens + kTileRows - 1) / kTileRows;
 

@@ -30,6 +30,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) moe_backward_shared_ga
     long long shared_gate_stride,
     __nv_bfloat16* __restrict__ out_ptr) {  // [T, 2048]
   moesaic::after_kernels_before();
+  moesaic::let_next_kernel_begin();
   MOESAIC_DYNAMIC_SHARED(unsigned char, shared);
   const long long row_tiles = (tokens + kTileRows - 1) / kTileRows;
 

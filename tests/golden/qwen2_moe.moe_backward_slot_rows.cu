@@ -22,6 +22,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) moe_backward_slot_rows(
     long long saved_shared_logit_stride,
     __nv_bfloat16* __restrict__ out_ptr) {  // [T, 1]
   moesaic::after_kernels_before();
+  moesaic::let_next_kernel_begin();
   const int lane = threadIdx.x % 32;
   constexpr int i = 0;  // a warp has one row at a time
   const long long first = static_cast<long long>(blockIdx.x) * kRows + threadIdx.x / 32;

@@ -21,6 +21,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) moe_dispatch_count(
     int* __restrict__ out_ptr,  // [C, 60]
     long long tokens) {
   moesaic::after_kernels_before();
+  moesaic::let_next_kernel_begin();
   MOESAIC_DYNAMIC_SHARED(int, histogram);
   const Picks picks(indices_ptr, 4LL, tokens);
   int* const row = out_ptr + static_cast<long long>(blockIdx.x) * kExperts;

@@ -18,5 +18,6 @@ extern "C" __global__ void __launch_bounds__(kThreads) moe_dispatch_scan(
     int* __restrict__ found_ptr,  // [60]
     long long blocks) {  // rows of the table
   moesaic::after_kernels_before();
+  moesaic::let_next_kernel_begin();
   moesaic::scan_table<kExperts, kThreads>(in_ptr, blocks, bases_ptr, found_ptr);
 }

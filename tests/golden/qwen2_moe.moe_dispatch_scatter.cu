@@ -34,6 +34,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) moe_dispatch_scatter(
     long long tokens,
     long long rows) {  // slots, dead ones too
   moesaic::after_kernels_before();
+  moesaic::let_next_kernel_begin();
   MOESAIC_DYNAMIC_SHARED(unsigned char, shared);
   int* const starts = reinterpret_cast<int*>(shared + 0);  // first slot of each expert, then of its first pick here
   unsigned* const ranked = reinterpret_cast<unsigned*>(shared + 256);  // the block's picks: expert and rank within the run

@@ -33,6 +33,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
     __nv_bfloat16* __restrict__ outputs_ptr,  // [M, 2048]
     const __grid_constant__ moesaic::TensorMap outputs_map) {  // [M, 2048]
   moesaic::after_kernels_before();
+  moesaic::let_next_kernel_begin();
   MOESAIC_DYNAMIC_SHARED(unsigned char, shared);
   int* const first_item = reinterpret_cast<int*>(shared + Tile::kSharedBytes);
   moesaic::count_before<kExperts, kThreads>(counts_ptr, first_item, [](int rows) {

@@ -37,6 +37,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
     __nv_bfloat16* __restrict__ activated_ptr,  // [M, 1408]
     const __grid_constant__ moesaic::TensorMap activated_map) {  // [M, 1408]
   moesaic::after_kernels_before();
+  moesaic::let_next_kernel_begin();
   MOESAIC_DYNAMIC_SHARED(unsigned char, shared);
   int* const first_item = reinterpret_cast<int*>(shared + Tile::kSharedBytes);
   moesaic::count_before<kExperts, kThreads>(counts_ptr, first_item, [](int rows) {

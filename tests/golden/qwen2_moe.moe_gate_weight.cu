@@ -31,6 +31,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) moe_gate_weight(
     long long gate_weight_stride,
     float* __restrict__ logits_ptr) {  // [T, 60]
   moesaic::after_kernels_before();
+  moesaic::let_next_kernel_begin();
   MOESAIC_DYNAMIC_SHARED(unsigned char, shared);
   const long long row_tiles = (tokens + kTileRows - 1) / kTileRows;
 

@@ -31,6 +31,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
     __nv_bfloat16* __restrict__ out_ptr,  // [T, 2048]
     const __grid_constant__ moesaic::TensorMap out_map) {  // [T, 2048]
   moesaic::after_kernels_before();
+  moesaic::let_next_kernel_begin();
   MOESAIC_DYNAMIC_SHARED(unsigned char, shared);
   const long long row_tiles = (tokens + kTileRows - 1) / kTileRows;
   const long long items = moesaic::items_of<Tile::kPair>(row_tiles, kColumnTiles);

@@ -31,6 +31,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) moe_shared_gate(
     long long shared_gate_stride,
     float* __restrict__ shared_logit_ptr) {  // [T, 1]
   moesaic::after_kernels_before();
+  moesaic::let_next_kernel_begin();
   MOESAIC_DYNAMIC_SHARED(unsigned char, shared);
   const long long row_tiles = (tokens + kTileRows - 1) / kTileRows;
 

@@ -17,13 +17,19 @@ namespace moesaic {
 
 // ------------------------------------------------------------------------------------------------------- launches
 
-// The first thing in a kernel: lets the next kernel of the stream begin where multiprocessors have room for it, and waits
-// until the ones before have ended and their results can be read. Launches overlap so, but for what they read and write.
+// The first thing in a kernel: waits until the kernels before it in the stream have ended and their results can be read.
 // PTX ISA, "Parallel Synchronization and Communication Instructions: griddepcontrol" (sm_90).
 __device__ __forceinline__ void after_kernels_before() {
 #if !defined(MOESAIC_EMULATE) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;");
   asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Lets the next kernel of the stream begin, once all blocks have come here, where multiprocessors have room for it: it waits
+// then, with its launch behind it. Not before this one has waited itself, or blocks of many kernels would wait at once.
+__device__ __forceinline__ void let_next_kernel_begin() {
+#if !defined(MOESAIC_EMULATE) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }
 
