@@ -6,8 +6,8 @@ A seed that fails stands in the name of its test. From the command line, any num
     python tests/test_random_layers.py 0 2000 --backend cuda --jobs 8   # on a GPU: minutes
     python tests/test_random_layers.py 0 2000 --seconds 600 --save failures
 
-What fails is shrunk, printed, and with ``--save`` written as ``SEED.moe``, which ``moesaic opt``, ``compile`` and ``run``
-read. The exit code is 1 if anything failed.
+What fails is shrunk, printed, and with ``--save`` written as ``SEED.moe``, which ``moesaic opt``, ``compile`` and
+``run`` read. The exit code is 1 if anything failed.
 """
 
 from __future__ import annotations
