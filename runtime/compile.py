@@ -666,8 +666,22 @@ class CompiledLayer:
         layer._last = self._last
         times = kernel_times(layer, program, tokens, training=training, live=live)
         notes = () if times else ("not measured: the profiler of torch sees no kernels here",)
-        card = measured_card(torch.cuda.current_device())
-        return explain(program, target, tokens, training=training, live=live, card=card, times=times, notes=notes)
+        device = torch.device("cuda", torch.cuda.current_device())
+
+        def tuned(kind: str, cotangents: tuple[str, ...], bucket: int) -> tuple[str, ...]:
+            return RUNNERS["cuda"].usual_points(program, kind, cotangents, bucket, device)
+
+        return explain(
+            program,
+            target,
+            tokens,
+            training=training,
+            live=live,
+            card=measured_card(device.index),
+            times=times,
+            notes=notes,
+            tuned=tuned,
+        )
 
     def _compiled(self, kernel: GeneratedKernel) -> CompiledKernel:
         return compiled_kernel(kernel, self.target)

@@ -496,6 +496,13 @@ class Runner:
         found = tunables(program.planned(kind, cotangents), specialize, target, aligned, label)
         return points_for(found, tables.find)
 
+    def usual_points(
+        self, program: Program, kind: str, cotangents: tuple[str, ...], bucket: int, device: torch.device
+    ) -> tuple[str, ...]:
+        """`points` for contiguous inputs."""
+        aligned = usual_alignments(program.planned(kind, cotangents))
+        return self.points(program, kind, cotangents, bucket, aligned, device)
+
     def tuned(self, program: Program, device: torch.device) -> dict[str, dict[str, dict[str, str]]]:
         """By bucket of T and kernel, what was tuned for contiguous inputs; buckets that the rule decides are left
         out."""
@@ -505,8 +512,7 @@ class Runner:
         found: dict[str, dict[str, dict[str, str]]] = {}
         for bucket in range(token_buckets.COUNT):
             for kind, cotangents in kinds:
-                aligned = usual_alignments(program.planned(kind, cotangents))
-                points = self.points(program, kind, cotangents, bucket, aligned, device)
+                points = self.usual_points(program, kind, cotangents, bucket, device)
                 if points:
                     label = token_buckets.label(bucket, self.few_tokens)
                     found.setdefault(label, {}).update(map(parse_point, points))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import html
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,12 +21,12 @@ from moesaic.codegen.target import WARP_THREADS, Target
 from moesaic.ir.errors import InputError, ToolchainError
 from moesaic.ir.ops import slot
 from moesaic.ir.ops.launch import Kernel
+from moesaic.runtime import token_buckets
 from moesaic.runtime.card import H100, Card
 from moesaic.runtime.kernels import compiled_kernel
 from moesaic.runtime.memory import Memory, memory_of
 from moesaic.runtime.plan import LaunchPlan
 from moesaic.runtime.program import Executable, Program
-from moesaic.runtime.token_buckets import FEW_TOKENS
 
 TOKENS = 16384
 """T where nobody says how many."""
@@ -35,6 +35,9 @@ _WORTH_SAYING = 0.02  # of a direction's floors: what a tensor between kernels m
 
 Times = Mapping[str, float]
 """Microseconds by symbol of the kernel."""
+
+Tuned = Callable[[str, tuple[str, ...], int], tuple[str, ...]]
+"""Of a kind of function, its cotangents, and a bucket of T: the option `points` of ``specialize``."""
 
 
 @dataclass(frozen=True)
@@ -328,6 +331,11 @@ _HEADER = (
 _RIGHT = frozenset({1, 2, 3, 5, 6, 7, 8, 9, 10, 11})
 
 
+def by_the_rule(kind: str, cotangents: tuple[str, ...], bucket: int) -> tuple[str, ...]:
+    """No kernel is tuned."""
+    return ()
+
+
 def explain(
     program: Program,
     target: Target,
@@ -339,6 +347,7 @@ def explain(
     times: Times | None = None,
     notes: Sequence[str] = (),
     lineinfo: bool | None = None,
+    tuned: Tuned = by_the_rule,
 ) -> Explanation:
     """Explains a program; see the module.
 
@@ -352,6 +361,7 @@ def explain(
         times: microseconds of kernels that were measured.
         notes: to be handed on.
         lineinfo: whether kernels are compiled with line information, which changes nothing that is told here.
+        tuned: what was tuned for the kernels of a function in a bucket of T, see `Specialize`.
 
     Raises:
         InputError: a negative number of tokens, or a share that is none.
@@ -364,7 +374,7 @@ def explain(
     said = list(notes)
     directions = [
         _direction(name, executable, target, card, tokens, rows, times or {}, said, lineinfo)
-        for name, executable in executables(program, target, tokens, training=training)
+        for name, executable in executables(program, target, tokens, training=training, tuned=tuned)
     ]
     memory = memory_of(program, target.name, tokens)
     return Explanation(
@@ -381,13 +391,17 @@ def picks_of(program: Program) -> int:
     return max((op.check_slots(op.slots) for op in gathers), default=0)
 
 
-def executables(program: Program, target: Target, tokens: int, *, training: bool) -> Iterator[tuple[str, Executable]]:
+def executables(
+    program: Program, target: Target, tokens: int, *, training: bool, tuned: Tuned = by_the_rule
+) -> Iterator[tuple[str, Executable]]:
     """What a call with so many tokens launches: ``forward``, or ``training`` and ``backward``."""
-    bucket = "few" if tokens <= FEW_TOKENS else "many"
-    first = "training" if training else "forward"
-    yield first, program.executable(first, target.name, (), tokens=bucket)
+    bucket = token_buckets.number_of(tokens, token_buckets.FEW_TOKENS)
+    kinds: list[tuple[str, tuple[str, ...]]] = [("training" if training else "forward", ())]
     if training and program.backward_function(program.float_results) is not None:
-        yield "backward", program.executable("backward", target.name, (), program.float_results, tokens=bucket)
+        kinds.append(("backward", program.float_results))
+    for kind, cotangents in kinds:
+        points = tuned(kind, cotangents, bucket)
+        yield kind, program.executable(kind, target.name, (), cotangents, token_buckets.rule(bucket), points)
 
 
 def _direction(

@@ -15,16 +15,26 @@ from moesaic.ir.core import Module
 from moesaic.ir.declare import Router
 from moesaic.ir.errors import InputError, InputTypeError, ToolchainError
 from moesaic.ir.types import DType
+from moesaic.passes.cost_model import Card
 from moesaic.runtime import token_buckets
 from moesaic.runtime.compile import CompiledLayer, compile, signature_of
 from moesaic.runtime.execute import RUNNERS, Runner, alignments, tokens_of
+from moesaic.runtime.measure import measured_card
 from moesaic.runtime.per_call import PerCall
 from moesaic.runtime.program import Program
-from moesaic.runtime.tuning.ceilings import card_of
 from moesaic.runtime.tuning.report import Report
 from moesaic.runtime.tuning.tuner import Settings, tune
 
 _SHARE = 3  # of the time that is left, a function gets one over so many where nobody knows how many will come
+
+
+def _card(device: torch.device) -> Card:
+    """What the cost model knows of a device; the nominal card where there is no GPU."""
+    if device.type != "cuda":
+        return Card()
+    found = measured_card(torch.cuda.current_device() if device.index is None else device.index)
+    flops = found.dense / found.multiprocessors / Card.clock_hz
+    return Card(found.multiprocessors, Card.clock_hz, found.bandwidth, flops, Card.l2_bytes, found.launch_us)
 
 
 @dataclass
@@ -76,7 +86,7 @@ class Session:
             parts = self.functions - len(self._seen) + 1 if self.functions else _SHARE
             settings = replace(self.settings, seconds=self.left / max(1, parts))
             with torch.no_grad():
-                found = tune(runner, tables, program, kind, cotangents, inputs, settings, card_of(inputs[0].device))
+                found = tune(runner, tables, program, kind, cotangents, inputs, settings, _card(inputs[0].device))
             self.report.add(found)
             if any(one.found is not None for one in found):
                 runner.prepare_again(program)
