@@ -195,6 +195,22 @@ def test_measured_times_give_shares_and_the_biggest_gap() -> None:
     assert some.us is None and some.kernels[slow].us == 1.0
 
 
+@pytest.mark.usefixtures("no_compiler")
+def test_what_is_tuned_is_what_is_told() -> None:
+    program = program_of(mo.Router(128, 8).module("bf16"))
+    asked = []
+
+    def tuned(kind: str, cotangents: tuple[str, ...], bucket: int) -> tuple[str, ...]:
+        asked.append((kind, bucket))
+        return ("route_rows:threads=256",) if kind == "training" else ()
+
+    told = explain(program, HOPPER, TOKENS, tuned=tuned)
+    by_rule = explain(program, HOPPER, TOKENS)
+    assert asked == [("training", 3), ("backward", 3)]
+    threads = [[k.threads for d in found.directions for k in d.kernels] for found in (told, by_rule)]
+    assert threads[0][0] == 256 != threads[1][0] and threads[0][1:] == threads[1][1:]
+
+
 def test_a_layer_of_the_last_call_explains_itself() -> None:
     ffn = mo.compile(mo.Experts(num_experts=5, hidden=16, intermediate=8), target="sm_90a")
     with pytest.raises(InputError, match="nothing has run yet"):
