@@ -245,7 +245,7 @@ assert "torch" not in sys.modules  # it takes longer to load than all of this
 def test_generated_text_does_not_depend_on_hash_seeds() -> None:
     """Equal layers give equal text, byte for byte, in every process: else no cache would ever hit."""
     texts = []
-    for seed in ("0", "1", "2", "3", "12345"):
+    for seed in ("0", "1", "12345"):
         done = subprocess.run(
             [sys.executable, "-P", "-c", _PRINT_SOURCES],
             env={**os.environ, "PYTHONHASHSEED": seed},
