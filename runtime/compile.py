@@ -151,7 +151,6 @@ class Input(NamedTuple):
         columns: its shape, without the axis of tokens.
         dtype: what it has to be.
         type_name: the same, as users write it.
-        is_matrix: whether it is a weight of products.
     """
 
     name: str
@@ -160,16 +159,13 @@ class Input(NamedTuple):
     columns: tuple[int, ...]
     dtype: torch.dtype
     type_name: str
-    is_matrix: bool
 
     @classmethod
     def of(cls, name: str, declared: TensorType) -> Input:
         kinds = {"T": "rows", "N": "sequences", "M": "slots"}
         kind = kinds.get(declared.leading, "vector" if declared.rank else "number")
         columns = tuple(d for d in declared.shape if isinstance(d, int))
-        matrix = declared.rank > 1 and isinstance(declared.shape[0], int)
-        dtype = declared.dtype
-        return cls(name, str(declared), kind, columns, TORCH_DTYPES[dtype], dtype.public_name, matrix)
+        return cls(name, str(declared), kind, columns, TORCH_DTYPES[declared.dtype], declared.dtype.public_name)
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,8 +178,8 @@ class Signature:
     has_rows: tuple[bool, ...]
     segments: str
     """How the tokens of sequences lie in the logits, if anything is computed by sequence; else empty."""
-    matrices: tuple[str, ...]
-    """The inputs that are weights of products."""
+    matrices: tuple[tuple[str, int], ...]
+    """The inputs that are weights of products, and biases of experts, with their numbers."""
     sequences: str
     """The input that has a row for each sequence and nothing in it, and is made from the logits' shape; empty if none
     is."""
@@ -206,14 +202,17 @@ def signature_of(handle: str) -> Signature:
             raise InputError(
                 f"the first input of @{function.name} must be rows [T, E] with a constant E, found {first}"
             )
-        inputs = tuple(Input.of(a.name, a.type) for a in function.arguments)
         found = _signatures[handle] = Signature(
             program=program,
-            inputs=inputs,
+            inputs=tuple(Input.of(a.name, a.type) for a in function.arguments),
             columns=columns,
             has_rows=tuple(t.leading == "T" for t in function.result_types),
             segments=_segments(function),
-            matrices=tuple(i.name for i in inputs if i.is_matrix),
+            matrices=tuple(
+                (a.name, number)
+                for number, a in enumerate(function.arguments)
+                if a.type.rank > 1 and isinstance(a.type.shape[0], int)
+            ),
             sequences=next((a.name for a in function.arguments if _is_only_a_number_of_sequences(a.type)), ""),
         )
     return found
@@ -281,9 +280,8 @@ def _asked(
     signature = signature_of(handle)
     if not signature.matrices:
         return handle
-    names = [(n, i.name, tensors[n].requires_grad) for n, i in enumerate(signature.inputs) if i.is_matrix]
-    into = [name for number, name, asked in names if asked and mains and number in mains]
-    without = [name for _, name, asked in names if not asked]
+    without = [name for name, number in signature.matrices if not tensors[number].requires_grad]
+    into = [n for n, number in signature.matrices if number in mains and n not in without] if mains else ()
     return _with_gradients(handle, passes, ",".join(into), ",".join(without)) if into or without else handle
 
 
@@ -416,7 +414,8 @@ class CompiledLayer:
             self._ran = backend
         mains: dict[int, torch.Tensor] = {}
         if main_grads:
-            mains = by_number([i.name for i in signature.inputs], tensors, signature.matrices, main_grads)
+            names = [n for n, _ in signature.matrices]
+            mains = by_number([i.name for i in signature.inputs], tensors, names, main_grads)
         recorded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         training = recorded and backend != "reference" and has_backward(handle)
         if training:
@@ -506,7 +505,7 @@ class CompiledLayer:
             InputError: the layer has no matrix of such a name.
         """
         program = self._program(DType.parse(dtype) if dtype is not None else None, masked=token_mask)
-        matrices = signature_of(program.key).matrices
+        matrices = tuple(n for n, _ in signature_of(program.key).matrices)
         for name in frozen:
             check_choice("frozen", name, matrices)
         if frozen:
