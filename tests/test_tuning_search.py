@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -133,29 +133,46 @@ def test_bounds() -> None:
     assert len(search(Lab({n: 100.0 - n for n in range(9)}), most_trials=0).run().trials) == 9
 
 
+class Known(Lab):
+    """Times by points of any parameters; all compile, and all are right."""
+
+    def __init__(self, times: Mapping[str, float]) -> None:
+        super().__init__({})
+        self.times = times
+
+    def build(self, points: Sequence[Point]) -> list[Built | str]:
+        return [Built(GeneratedKernel(key_of(p), "", (), 1, 1, "fixed"), key_of(p)) for p in points]
+
+    def check(self, kernel: GeneratedKernel) -> str:
+        return ""
+
+    def timer(self, kernel: GeneratedKernel) -> Timer:
+        timer = Timer(self, 0)
+        timer.burst = lambda ms: [self.times[kernel.symbol]]  # type: ignore[method-assign]
+        return timer
+
+
 def test_trials_teach() -> None:
     """Where a choice is worth more than the model thinks, others that have it come next."""
     points = [{"a": a, "b": b} for a in "01234567" for b in "01234567"]
     times = {key_of(p): 10.0 - int(p["a"]) + 0.5 * int(p["b"]) for p in points}
 
-    class Bench(Lab):
-        def build(self, points: Sequence[Point]) -> list[Built | str]:
-            return [Built(GeneratedKernel(key_of(p), "", (), 1, 1, "fixed"), key_of(p)) for p in points]
-
-        def check(self, kernel: GeneratedKernel) -> str:
-            return ""
-
-        def timer(self, kernel: GeneratedKernel) -> Timer:
-            timer = Timer(self, 0)
-            timer.burst = lambda ms: [times[kernel.symbol]]  # type: ignore[method-assign]
-            return timer
-
-    bench = Bench({})
+    bench = Known(times)
     # The model has it that `a` does not matter and that `b` is good.
     candidates = [(p, 10.0 - 0.1 * int(p["b"]) + 0.01 * int(p["a"])) for p in points]
     found = Search(candidates, bench.build, bench, most_trials=24, batch=4).run()
     assert found.us <= 1.6 * min(times.values()), found.best
     assert distance({"a": "1", "b": "2"}, {"a": "1", "c": "2"}) == 2
+
+
+def test_each_value_has_its_trial() -> None:
+    """The model is wrong about one of two values: half of the points look bad, and the best are among them."""
+    points = [{"ahead": a, "b": b, "c": c} for a in ("on", "off") for b in "0123456" for c in "0123456"]
+    times = {key_of(p): 10.0 - 0.6 * (p["ahead"] == "off") + 0.01 * int(p["b"]) for p in points}
+    candidates = [(p, 10.0 + 0.7 * (p["ahead"] == "off") + 0.02 * int(p["b"] + p["c"])) for p in points]
+    bench = Known(times)
+    found = Search(candidates, bench.build, bench, most_trials=20, batch=4).run()
+    assert found.best["ahead"] == "off" and found.us <= 1.01 * min(times.values())
 
 
 @pytest.mark.parametrize("layer", ["groups", "experts"])

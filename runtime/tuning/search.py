@@ -31,6 +31,7 @@ _NEAR = 1.04  # times the best: may turn out to be it
 _KEPT_FOR_THE_END = 0.15  # of the time
 _INFORMATIVE = 100  # trials after which the order matters no more
 _CLOSENESS = 4.0  # how much less a trial says of a point, for each choice in which they differ
+_NEW = 0.1  # of its time, by which a neighbour of the best is preferred if it has a value that was never tried
 
 
 @dataclass(frozen=True)
@@ -170,19 +171,33 @@ class Search:
         return sum(t.verdict != "same" for t in self._trials)
 
     def _likeliest(self, left: Sequence[tuple[Point, float]], count: int) -> list[tuple[Point, float]]:
-        """Those with the least expected time: the estimate, corrected by what it was off at points nearby."""
-        timed = [(t.point, math.log(t.us / t.estimate)) for t in self._trials if t.us is not None]
+        """Those with the least expected time: the estimate, corrected by what it was off at points nearby.
+
+        An estimate that is wrong about one value of a parameter would keep the search from all points with it. So each
+        value is tried early, in the one point that is otherwise like the best so far.
+        """
+        timed = [(t.point, t.us, math.log(t.us / t.estimate)) for t in self._trials if t.us is not None]
 
         if not self.most_trials or len(timed) > _INFORMATIVE:  # most will be tried anyway
             return list(left[:count])
 
         def expected(candidate: tuple[Point, float]) -> float:
             point, estimate = candidate
-            weights = [_CLOSENESS ** -distance(point, other) for other, _ in timed]
-            off = sum(w * o for w, (_, o) in zip(weights, timed, strict=True)) / max(sum(weights), 1e-30)
+            weights = [_CLOSENESS ** -distance(point, other) for other, _, _ in timed]
+            off = sum(w * o for w, (_, _, o) in zip(weights, timed, strict=True)) / max(sum(weights), 1e-30)
             return math.log(estimate) + off
 
-        return sorted(left, key=expected)[:count]
+        best, _, _ = min(timed, key=lambda t: t[1])
+        seen = {value for t in self._trials for value in t.point.items()}
+        waiting = {n: (expected(c), distance(c[0], best) == 1) for n, c in enumerate(left)}
+        chosen: list[tuple[Point, float]] = []
+        while waiting and len(chosen) < count:
+            new = {n for n, (_, near) in waiting.items() if near and not seen.issuperset(left[n][0].items())}
+            number = min(waiting, key=lambda n: waiting[n][0] - _NEW * (n in new))  # noqa: B023 - used at once
+            del waiting[number]
+            chosen.append(left[number])
+            seen |= set(left[number][0].items())
+        return chosen
 
     def _try(self, trial: Trial, built: Built | str, *, required: bool) -> None:
         self.note(replace(trial, verdict="begun"))
