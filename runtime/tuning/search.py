@@ -193,7 +193,7 @@ class Search:
         chosen: list[tuple[Point, float]] = []
         while waiting and len(chosen) < count:
             new = {n for n, (_, near) in waiting.items() if near and not seen.issuperset(left[n][0].items())}
-            number = min(waiting, key=lambda n: waiting[n][0] - _NEW * (n in new))  # noqa: B023 - used at once
+            number = min(waiting, key=lambda n: waiting[n][0] - _NEW * (n in new))
             del waiting[number]
             chosen.append(left[number])
             seen |= set(left[number][0].items())
