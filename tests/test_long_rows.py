@@ -251,7 +251,8 @@ def test_a_barrier_that_is_left_out_shows(
     backward = function.endswith(" membership(")  # the picks of a backward pass are known by their indices alone
     wanted = run(mo.compile(router, backend="emulate"), logits, backward=backward)
     monkeypatch.setattr(nvrtc, "helper_include_dirs", lambda: [mutated])
-    monkeypatch.setattr(RUNNERS["emulate"], "_prepared", {})
+    for made in ("_prepared", "_distinct"):
+        monkeypatch.setattr(RUNNERS["emulate"], made, {})
     layer = mo.compile(router, backend="emulate")
     found = False
     for order in ORDERS:
