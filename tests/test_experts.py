@@ -348,7 +348,7 @@ def test_nothing_is_launched_for_a_frozen_matrix(kept: str | None, frozen: tuple
     assert products["part"]["product"] == products["whole"]["product"]
 
 
-@pytest.mark.parametrize("backend", ["reference", *COMPILED])
+@pytest.mark.parametrize("backend", COMPILED)
 def test_gradients_only_where_asked(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others are those of a call that asks for all, and what is not asked for is not made: by plain calls, by the
     operator under torch.compile, and beside sums of the caller's."""

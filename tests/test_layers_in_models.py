@@ -101,7 +101,7 @@ def assert_alike(found: Any, wanted: Any) -> None:
 # torch.compile --------------------------------------------------------------------------------------------------------
 
 
-@backends
+@pytest.mark.parametrize("backend", ["reference", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_one_graph_for_any_number_of_tokens(backend: str) -> None:
     """Forward and backward of the whole model: nothing breaks, and no number of tokens compiles anew. Inference is a
     graph of its own."""

@@ -306,7 +306,7 @@ def test_losses_under_torch_compile() -> None:
     router = mo.Router(8, 2, losses={"balance": mo.LoadBalance(segments="batch_first"), "z": mo.ZLoss()})
     layer = mo.compile(router, backend="emulate")
 
-    @torch.compile(fullgraph=True, dynamic=True)
+    @torch.compile(fullgraph=True, dynamic=True, backend="aot_eager")
     def step(logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         r = layer(logits, token_mask=mask)
         return r.losses["balance"] + r.losses["z"]

@@ -130,8 +130,13 @@ def test_values_and_gradients(name: str, backend: str) -> None:
     )
 
 
-@pytest.mark.parametrize("backend", COMPILED)
-@pytest.mark.parametrize("name", ["plain", "gated"])
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        pytest.param("plain", "emulate", marks=pytest.mark.emulate),
+        *(pytest.param(name, "cuda", marks=pytest.mark.gpu) for name in ("plain", "gated")),
+    ],
+)
 def test_bf16(name: str, backend: str) -> None:
     layer = LAYERS[name]
     given, cotangent = drawn(layer, 29, torch.bfloat16), cotangent_for(29, H)

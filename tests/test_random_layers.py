@@ -31,7 +31,7 @@ from routing import device_of
 import moesaic as mo
 from moesaic.runtime.program import program_of
 
-LOWERED = 120
+LOWERED = 60
 EMULATED = (4, 5)
 ON_GPU = tuple(range(200))
 ALLOWED = {torch.float32: 2.0**-17, torch.float16: 2.0**-8, torch.bfloat16: 2.0**-5}

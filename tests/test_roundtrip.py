@@ -324,14 +324,14 @@ def modules(draw):
     return Module([draw(functions(n)) for n in names])
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(modules())
 def test_generated_modules(module):
     read = check(module)
     assert check(read.clone()) == module
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(NUMBERS)
 def test_numbers_read_back(value):
     text = f"moe.func @f(%x: tensor<f32>) -> (y: tensor<f32>) {{ %y = math.add %x, {format_float(value)} return %y }}"
@@ -346,7 +346,7 @@ TEXTS = st.one_of(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(TEXTS, st.lists(TEXTS, max_size=3))
 def test_strings_read_back(symbol, config):
     region = Block()
@@ -359,7 +359,7 @@ def test_strings_read_back(symbol, config):
     assert next(read.walk()).attributes == attributes
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(st.data())
 def test_every_stage_of_a_compilation(data):
     """Through all passes; regions, launches and inferred names included. What is read back goes on to the same end."""
