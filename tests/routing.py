@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -73,6 +74,17 @@ DOUBLE_GRADIENT = 1e-10
 numbers."""
 
 # ----------------------------------------------------------------------------------------------------------------------
+
+
+def sweep(cases: Iterable[tuple[Any, ...]], emulated: int = 1, of: int = 2) -> list[Any]:
+    """The cases of a sweep, each with a backend at its end: so many of `of` for the emulator, whose kernels take
+    seconds to compile, all of them for a GPU."""
+    every = list(cases)
+    few = [case for number, case in enumerate(every) if number % of < emulated]
+    return [
+        *(pytest.param(*case, "emulate", marks=pytest.mark.emulate) for case in few),
+        *(pytest.param(*case, "cuda", marks=pytest.mark.gpu) for case in every),
+    ]
 
 
 def device_of(backend: str) -> str:

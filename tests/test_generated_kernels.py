@@ -124,10 +124,12 @@ class Case:
 
 
 def _cases() -> list[Case]:
-    """Three cases a router: each direction once, for another target each, few and many tokens by turns."""
+    """Two cases a router, of another direction and for another target each, few and many tokens by turns."""
     cases = []
     for number, router in enumerate(ROUTERS):
         for turn, direction in enumerate(DIRECTIONS):
+            if (number + turn) % len(DIRECTIONS) == 2:
+                continue
             target = TARGETS[(number + turn) % len(TARGETS)]
             cases.append(Case(router, direction, BUCKETS[(number // 3 + turn) % len(BUCKETS)], target))
     return cases
@@ -144,8 +146,8 @@ def test_cases_hold_every_choice() -> None:
     choices = set(itertools.product(DIRECTIONS, BUCKETS, TARGETS))
     assert {(c.direction, c.tokens, c.target) for c in CASES} == choices
     for router in ROUTERS:
-        assert {c.target for c in CASES if c.router == router} == set(TARGETS)
-        assert {c.direction for c in CASES if c.router == router} == set(DIRECTIONS)
+        assert len({c.target for c in CASES if c.router == router}) == 2
+        assert len({c.direction for c in CASES if c.router == router}) == 2
     assert {router.num_experts for _, router in ROUTERS.values()} >= {
         *(8, 60, 64, 128, 256, 384, 512, 1000, 1024),
         *(896, 1531, 2048, 2304, 8192, 16384),

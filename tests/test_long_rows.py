@@ -26,6 +26,7 @@ from routing import (
     device_of,
     run,
     same_bits,
+    sweep,
 )
 
 import moesaic as mo
@@ -112,15 +113,16 @@ EVERYTHING = ("weights", "indices", "counts", "probs", "map", "bitmap", "scores"
 
 
 @pytest.mark.parametrize(
-    ("experts", "picks", "dtype", "segments"),
-    [
-        (1531, 20, torch.float32, "sequence_first"),
-        (2304, 36, torch.bfloat16, "batch_first"),
-        (1531, 2, torch.bfloat16, "batch_first"),  # by rounds
-        (800, 40, torch.bfloat16, "batch_first"),  # in a warp
-    ],
+    ("experts", "picks", "dtype", "segments", "backend"),
+    sweep(
+        [
+            (1531, 20, torch.float32, "sequence_first"),
+            (2304, 36, torch.bfloat16, "batch_first"),
+            (1531, 2, torch.bfloat16, "batch_first"),  # by rounds
+            (800, 40, torch.bfloat16, "batch_first"),  # in a warp
+        ]
+    ),
 )
-@compiled_backend
 def test_masks_losses_and_outputs(experts: int, picks: int, dtype: torch.dtype, segments: str, backend: str) -> None:
     """Three tokens of two sequences, of which two do not count; with a gate bias, whose gradient is a sum, too."""
     losses = {"balance": mo.LoadBalance(), "each": mo.LoadBalance(coef=0.5, segments=segments), "z": mo.ZLoss(coef=0.1)}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
 import torch
-from routing import BACKENDS, COMPILED, DIGITS, EXACT, GRADIENT, assert_close, assert_zero, cotangent, device_of
+from routing import BACKENDS, COMPILED, DIGITS, EXACT, GRADIENT, assert_close, assert_zero, cotangent, device_of, sweep
 
 import moesaic as mo
 
@@ -58,9 +59,7 @@ def by_sequence(order: str, x: torch.Tensor, sequences: int) -> list[torch.Tenso
     return list(grouped if order == "batch_first" else grouped.transpose(0, 1))
 
 
-@pytest.mark.parametrize("backend", COMPILED)
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(("name", "masked", "backend"), sweep(itertools.product(LOSSES, [False, True]), 2, of=3))
 def test_losses_and_their_gradients(backend: str, name: str, masked: bool) -> None:
     """With a gate bias, whose gradient is itself a sum over tokens, and weights that train, too."""
     loss, sequences, length, experts, k = LOSSES[name], 3, 11, 13, 3

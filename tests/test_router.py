@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -22,6 +23,7 @@ from routing import (
     device_of,
     run,
     same_bits,
+    sweep,
 )
 
 import moesaic as mo
@@ -388,9 +390,9 @@ CONFIGURATIONS: list[dict[str, object]] = [
 ]
 
 
-@both_routers
-@pytest.mark.parametrize("number", range(len(CONFIGURATIONS)))
-@compiled_backend
+@pytest.mark.parametrize(
+    ("number", "router", "backend"), sweep(itertools.product(range(len(CONFIGURATIONS)), [GROUPED, SOFTMAX]), 2, of=3)
+)
 def test_the_configuration_changes_no_bit_of_a_row(router: mo.Router, number: int, backend: str) -> None:
     """Lanes, threads and the way of selecting spread the work; sums keep their order."""
     logits = logits_for(router, 67)

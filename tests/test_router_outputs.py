@@ -18,6 +18,7 @@ from routing import (
     assert_zero,
     device_of,
     run,
+    sweep,
 )
 
 import moesaic as mo
@@ -107,13 +108,12 @@ def test_indices_dtype_is_checked() -> None:
 # Bitmap ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", COMPILED)
 @pytest.mark.parametrize(
-    ("experts", "picks", "dtype"),
-    [
+    ("experts", "picks", "dtype", "backend"),
+    sweep([
         (1, 1, "fp32"), (7, 3, "bf16"), (8, 8, "bf16"), (9, 2, "fp32"), (60, 4, "bf16"), (64, 6, "fp32"),
         (128, 8, "bf16"), (130, 8, "fp32"), (130, 4, "bf16"), (257, 40, "bf16"), (1000, 3, "bf16"), (1024, 10, "fp32"),
-    ],
+    ], 2, of=3),
 )  # fmt: skip
 def test_bitmap_is_the_map_in_bits(experts: int, picks: int, dtype: str, backend: str) -> None:
     """For every number of consecutive experts that a lane can hold; pad bits are 0."""
@@ -193,9 +193,9 @@ def signed(x: mo.ir.core.Value) -> mo.ir.core.Value:
     return mo.math.tanh(x)
 
 
-@pytest.mark.parametrize("backend", COMPILED)
 @pytest.mark.parametrize(
-    ("p", "score"), [(1, signed), (2, "softmax"), (2, signed), (3.5, "sigmoid"), (3.5, signed), (INF, signed)]
+    ("p", "score", "backend"),
+    sweep([(1, signed), (2, "softmax"), (3.5, signed), (2, signed), (INF, signed), (3.5, "sigmoid")]),
 )
 def test_division_by_an_lp_norm(p: float, score: object, backend: str) -> None:
     router = mo.Router(

@@ -27,6 +27,7 @@ from routing import (
     run,
     selection,
     softsign_score,
+    sweep,
 )
 
 import moesaic as mo
@@ -140,10 +141,6 @@ SAMPLES = [
 ]
 
 
-# Two of three are compiled for the emulator, all of them run on a GPU.
-EMULATED = [sample for number, sample in enumerate(SAMPLES) if number % 3 != 2 or sample in LONG_SAMPLES]
-
-
 def test_samples_hold_every_choice() -> None:
     seen: dict[str, set] = {}
     for sample in SAMPLES:
@@ -237,13 +234,7 @@ def check(sample: Sample, got: Run) -> None:
         assert_close("gradient of the gate bias", got.gradients["gate_bias"], d_bias, GRADIENT, noise=noise)
 
 
-@pytest.mark.parametrize(
-    ("sample", "backend"),
-    [
-        *(pytest.param(sample, "emulate", marks=pytest.mark.emulate, id=f"{sample}-emulate") for sample in EMULATED),
-        *(pytest.param(sample, "cuda", marks=pytest.mark.gpu, id=f"{sample}-cuda") for sample in SAMPLES),
-    ],
-)
+@pytest.mark.parametrize(("sample", "backend"), sweep(((sample,) for sample in SAMPLES), 3, of=5), ids=str)
 def test_generated_code_agrees_with_float64(monkeypatch: pytest.MonkeyPatch, sample: Sample, backend: str) -> None:
     monkeypatch.setattr(RUNNERS[backend], "few_tokens", LONG_FEW if sample in LONG_SAMPLES else FEW)
     logits, inputs = sample.inputs(device_of(backend))
