@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from routing import BACKENDS, COMPILED, device_of
+from routing import device_of
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
@@ -26,7 +26,7 @@ BIASED = mo.MoE(SIGMOID, mo.Experts(E, H, INNER), shared=mo.SharedExpert(20, gat
 LOSSES = {"balance": mo.LoadBalance(coef=0.1), "z": mo.ZLoss(coef=0.01)}
 SOFTMAX = mo.MoE(mo.Router(E, K, renormalize=True, losses=LOSSES), mo.Experts(E, H, INNER))
 
-backends = pytest.mark.parametrize("backend", COMPILED)
+backends = pytest.mark.parametrize("backend", ["reference", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
 class Block(nn.Module):
@@ -101,7 +101,7 @@ def assert_alike(found: Any, wanted: Any) -> None:
 # torch.compile --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", ["reference", pytest.param("cuda", marks=pytest.mark.gpu)])
+@backends
 def test_one_graph_for_any_number_of_tokens(backend: str) -> None:
     """Forward and backward of the whole model: nothing breaks, and no number of tokens compiles anew. Inference is a
     graph of its own."""
@@ -155,7 +155,7 @@ class Inference(nn.Module):
         return hidden
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@backends
 def test_export_of_inference(backend: str) -> None:
     """The exported program runs any number of tokens, and again from a file; its weights are those of the model."""
     device = device_of(backend)

@@ -77,8 +77,8 @@ def route(router: mo.Router, backend: str, logits: torch.Tensor, **options: obje
 # Arithmetic -----------------------------------------------------------------------------------------------------------
 
 
-@both_routers
-@pytest.mark.parametrize("dtype", [torch.bfloat16])
+@pytest.mark.parametrize("router", [GROUPED], ids=["grouped"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @every_backend
 def test_arithmetic_is_float32_whatever_is_stored(router: mo.Router, dtype: torch.dtype, backend: str) -> None:
     """16-bit logits give the bits that the same numbers in float32 give; each output is rounded once, at the end."""

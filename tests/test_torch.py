@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from routing import BACKENDS, COMPILED, EXACT, assert_close, cotangent, device_of, softsign_score
+from routing import BACKENDS, COMPILED, EXACT, assert_close, cotangent, device_of, softsign_score, sweep
 from torch._dynamo.utils import counters
 from torch_calls import (
     BACKWARD,
@@ -138,8 +138,9 @@ def test_fakes_describe_what_runs(name: str, backend: str) -> None:
 # torch.compile --------------------------------------------------------------------------------------------------------
 
 
-@all_backends
-@routers
+@pytest.mark.parametrize(
+    ("name", "backend"), [*((name, "reference") for name in ROUTERS), *sweep(((name,) for name in ROUTERS), 1, of=3)]
+)
 def test_one_graph_for_any_number_of_tokens(name: str, backend: str) -> None:
     router, device = ROUTERS[name], device_of(backend)
     layer = mo.compile(router, backend=backend)
