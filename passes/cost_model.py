@@ -110,18 +110,9 @@ def bytes_of(op: Kernel, load: Load) -> float:
 
 def flops_of(op: Kernel, load: Load) -> float:
     """FLOPs of its product; 0 where there is none."""
-    if op.region is None:
-        return 0.0
-    for inner in op.region.ops:
-        if isinstance(inner, slot.Product):
-            depth, outer = inner.sizes()
-            rows = load.rows if isinstance(inner, slot.GroupedLinear) else load.tokens
-            return 2.0 * rows * depth * outer
-        if isinstance(inner, slot.GroupedWgrad | slot.Wgrad):
-            rows = load.rows if isinstance(inner, slot.GroupedWgrad) else load.tokens
-            sizes = [v.type.shape[-1] for v in (inner.a, inner.b)]
-            return 2.0 * rows * float(_int(sizes[0])) * float(_int(sizes[1]))
-    return 0.0
+    extents = {"T": load.tokens, "M": load.rows}
+    products = [o for o in op.region.ops if isinstance(o, slot.Product | slot.Outer)] if op.region is not None else []
+    return sum(o.flops(lambda type: float(type.elements(extents))) for o in products)
 
 
 def floor_us(op: Kernel, load: Load, card: Card) -> float:

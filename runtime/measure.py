@@ -10,9 +10,9 @@ import torch
 
 from moesaic.codegen.target import Target
 from moesaic.ir import environment
-from moesaic.ir.core import Function
+from moesaic.ir.core import Function, Value
 from moesaic.ir.errors import InputError
-from moesaic.ir.ops import slot
+from moesaic.ir.ops import row, slot
 from moesaic.ir.types import TensorType, dim_value
 from moesaic.runtime.card import LANES, Card
 from moesaic.runtime.program import Program
@@ -106,12 +106,12 @@ def kernel_times(layer: Layer, program: Program, tokens: int, *, training: bool,
     if sum(t.nbytes for t in sets[0].values()) < _LARGE:
         sets += [draw_inputs(program.function, tokens, live, seed) for seed in range(1, _SETS)]
     for inputs in sets:
-        _call(layer, inputs, training)  # compiles and loads
+        call(layer, inputs, training)  # compiles and loads
     torch.cuda.synchronize()
     kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=kinds) as profile:
         for number in range(_ROUNDS * _SETS):
-            _call(layer, sets[number % len(sets)], training)
+            call(layer, sets[number % len(sets)], training)
         torch.cuda.synchronize()
     found: dict[str, list[float]] = {}
     for event in profile.events():
@@ -131,10 +131,11 @@ def draw_inputs(
     """
     segments = next((str(op.attributes["segments"]) for op in function.body.ops if op.attributes.get("segments")), "")
     generator = torch.Generator(device).manual_seed(seed)
-    dispatched = {op.indices: op.experts for op in function.body.ops if isinstance(op, slot.Dispatch)}
-    made = {}
+    among: dict[Value, int] = {op.indices: op.experts for op in function.body.ops if isinstance(op, slot.Dispatch)}
+    among |= {op.indices: op.size for op in function.body.ops if isinstance(op, row.Given)}
+    made: dict[str, torch.Tensor] = {}
     for argument in function.arguments:
-        experts = dispatched.get(argument)
+        experts = among.get(argument)
         if argument.type.leading == "N":
             continue  # the layer makes it of the shape of the logits
         if experts is not None:
@@ -142,8 +143,9 @@ def draw_inputs(
         else:
             made[argument.name] = _draw(argument.type, tokens, generator, device)
     if segments:
-        first = function.arguments[0].name
-        made[first] = made[first].unsqueeze(0 if segments == "batch_first" else 1)
+        rows = {a.name for a in function.arguments if a.type.leading == "T"}
+        axis = 0 if segments == "batch_first" else 1
+        made = {name: tensor.unsqueeze(axis) if name in rows else tensor for name, tensor in made.items()}
     return made
 
 
@@ -178,7 +180,8 @@ def _shape(type: TensorType, tokens: int) -> tuple[int, ...]:
     return tuple(dim_value(d, {"T": tokens}) for d in type.shape)
 
 
-def _call(layer: Layer, inputs: Mapping[str, torch.Tensor], training: bool) -> None:
+def call(layer: Layer, inputs: Mapping[str, torch.Tensor], training: bool) -> None:
+    """Inference, or training with random cotangents; the first input goes by its place."""
     leaves = {n: t.detach().requires_grad_(training and t.is_floating_point()) for n, t in inputs.items()}
     (_, first), *others = leaves.items()
     with torch.set_grad_enabled(training):

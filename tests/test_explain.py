@@ -251,7 +251,7 @@ def test_layers_are_called_on_what_is_drawn(declared: object, training: bool) ->
         calls.append([t for t in (x, *named.values()) if t.requires_grad])
         return layer(x, **named)
 
-    measure._call(recorded, inputs, training)
+    measure.call(recorded, inputs, training)
     [leaves] = calls
     assert bool(leaves) == training
     if training:

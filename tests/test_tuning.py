@@ -27,8 +27,9 @@ from moesaic.ir.types import DType
 from moesaic.passes.kernel_key import KernelKey
 from moesaic.runtime import token_buckets
 from moesaic.runtime.execute import RUNNERS, Grid, Loaded, Runner, Value
+from moesaic.runtime.measure import draw_inputs
 from moesaic.runtime.program import Program, program_of
-from moesaic.runtime.tuning.autotune import Session, active, autotune, draw
+from moesaic.runtime.tuning.autotune import Session, active, autotune
 from moesaic.runtime.tuning.bench import Recording
 from moesaic.runtime.tuning.compilers import Compilers, workers_allowed
 from moesaic.runtime.tuning.lookup import tunables
@@ -387,8 +388,7 @@ def test_candidates_are_held_against_the_rule(emulated: Runner) -> None:
     program = program_of(mo.Experts(3, 64, 40, gated=False, dtype="bf16", name="held").module(
         DType.BF16, 2, DType.I32, DType.F32
     ))  # fmt: skip
-    layer = mo.compile(mo.Experts(3, 64, 40, gated=False, dtype="bf16", name="held"), backend="emulate").layer(2)
-    given = draw(layer, 40, torch.device("cpu"), torch.Generator().manual_seed(0))
+    given = draw_inputs(program.function, 40, device="cpu")
     inputs = [given[a.name] for a in program.function.arguments]
     executable = program.executable("forward", "sm_90a", tuple(16 for _ in inputs))
     recording = Recording(executable, [inputs], emulated, torch.device("cpu"))
@@ -441,7 +441,7 @@ def test_on_a_gpu(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         layer: Any = mo.compile(mo.Router(64, 6, renormalize=True, dtype="bf16", name="tuned_on_gpu"))
     else:
         layer = mo.compile(mo.Experts(9, 256, 136, dtype="bf16", name="tuned_on_gpu")).layer(2)
-    given = draw(layer, 700, device, torch.Generator(device=device).manual_seed(0))
+    given = draw_inputs(layer._program().function, 700)
     first = next(iter(given))
 
     def run() -> list[torch.Tensor]:

@@ -17,9 +17,9 @@ from moesaic.ir.errors import InputError, InputTypeError, ToolchainError
 from moesaic.ir.types import DType
 from moesaic.passes.cost_model import Card
 from moesaic.runtime import token_buckets
-from moesaic.runtime.compile import CompiledLayer, compile, signature_of
+from moesaic.runtime.compile import CompiledLayer, compile
 from moesaic.runtime.execute import RUNNERS, Runner, alignments, tokens_of
-from moesaic.runtime.measure import measured_card
+from moesaic.runtime.measure import call, draw_inputs, measured_card
 from moesaic.runtime.per_call import PerCall
 from moesaic.runtime.program import Program
 from moesaic.runtime.tuning.report import Report
@@ -185,11 +185,12 @@ def autotune(
     if not counts or min(counts) < 1:
         raise InputError(f"tokens must be numbers of 1 or more, found {tokens}")
     session = Session(Settings(seconds=float(budget), **options), functions=len(counts) * (3 if backward else 1))
-    generator = torch.Generator(device=place).manual_seed(0)
+    function = layer._program(DType.parse(dtype) if dtype is not None else None).function
     with active(session):
-        for count in counts:
-            given = draw(layer, count, place, generator, dtype)
-            _call(layer, given, backward)
+        for seed, count in enumerate(counts):
+            given = draw_inputs(function, count, seed=seed, device=str(place))
+            for training in (False, True) if backward else (False,):
+                call(layer, given, training)
     return session.report
 
 
@@ -204,57 +205,3 @@ def _layer_of(what: object) -> CompiledLayer:
         f"autotune takes a compiled layer, a Router or a Module, found {type(what).__name__}; of experts and of whole "
         "layers it takes compile(...).layer(...)"
     )
-
-
-def draw(
-    layer: CompiledLayer,
-    tokens: int,
-    device: torch.device,
-    generator: torch.Generator,
-    dtype: torch.dtype | str | None = None,
-) -> dict[str, torch.Tensor]:
-    """Random inputs of a layer by name, the first one first: rows of normal numbers, matrices that keep their scale,
-    distinct picks."""
-    program = layer._program(DType.parse(dtype) if dtype is not None else None)
-    signature = signature_of(program.key)
-    experts = max((i.columns[0] for i in signature.inputs if len(i.columns) == 3), default=0)
-    given: dict[str, torch.Tensor] = {}
-    for wanted in signature.inputs:
-        if wanted.name == signature.sequences:
-            continue
-        lengths = {"rows": (tokens,), "sequences": (1,), "slots": (tokens,)}
-        shape = (*lengths.get(wanted.kind, ()), *wanted.columns)
-        if wanted.dtype.is_floating_point:
-            scale = 1.0 if wanted.kind == "rows" else wanted.columns[-1] ** -0.5 if len(wanted.columns) > 1 else 0.1
-            made = torch.randn(shape, device=device, generator=generator, dtype=torch.float32).mul_(scale)
-            given[wanted.name] = made.to(wanted.dtype)
-        elif wanted.dtype == torch.bool:
-            given[wanted.name] = torch.rand(shape, device=device, generator=generator) < 0.95
-        else:
-            among = experts or signature.columns
-            order = torch.rand((tokens, among), device=device, generator=generator)
-            given[wanted.name] = order.topk(wanted.columns[-1], dim=-1).indices.to(wanted.dtype)
-    first = next(iter(given))
-    if signature.segments:  # one sequence
-        axis = 0 if signature.segments == "batch_first" else 1
-        rows = {i.name for i in signature.inputs if i.kind == "rows"}
-        given = {n: t.unsqueeze(axis) if n in rows else t for n, t in given.items()}
-    assert first == signature.inputs[0].name
-    return given
-
-
-def _call(layer: CompiledLayer, given: dict[str, torch.Tensor], backward: bool) -> None:
-    """Inference, and training with random cotangents."""
-    (_, first), *rest = given.items()
-    with torch.no_grad():
-        layer(first, **dict(rest))
-    if not backward:
-        return
-    leaves = {n: t.detach().requires_grad_(t.is_floating_point()) for n, t in given.items()}
-    (_, first), *rest = leaves.items()
-    with torch.enable_grad():
-        result = layer(first, **dict(rest))
-    every = [t for r in result for t in (r.values() if isinstance(r, dict) else [r])]
-    used = [t for t in every if t.requires_grad]
-    if used:
-        torch.autograd.backward(used, [torch.randn_like(t) for t in used])

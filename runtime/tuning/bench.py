@@ -16,7 +16,7 @@ from moesaic.codegen.kernel import GeneratedKernel
 from moesaic.ir.core import Module
 from moesaic.ir.ops.launch import Kernel
 from moesaic.runtime.execute import Grid, Loaded, Prepared, Runner, Value
-from moesaic.runtime.graph_timer import Bursts, Call, GraphTimer
+from moesaic.runtime.graph_timer import Bursts, Call, GraphTimer, Shared
 from moesaic.runtime.plan import BufferSpec, Input, LaunchPlan, Step
 from moesaic.runtime.program import Executable
 
@@ -30,8 +30,6 @@ Tensors = Sequence[torch.Tensor]
 
 def graph_timers() -> Timers:
     """Timers by CUDA graphs that share a stream and memory."""
-    from moesaic.runtime.graph_timer import Shared
-
     shared = Shared()
     return lambda call, sets: GraphTimer(call, sets, least_ms=0.3, shared=shared)
 
