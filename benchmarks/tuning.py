@@ -53,7 +53,8 @@ from moesaic.runtime import driver
 from moesaic.runtime.commands import console
 from moesaic.runtime.compile import CompiledLayer
 from moesaic.runtime.execute import RUNNERS
-from moesaic.runtime.tuning.autotune import Session, active, autotune, draw
+from moesaic.runtime.measure import call, draw_inputs
+from moesaic.runtime.tuning.autotune import Session, active, autotune
 from moesaic.runtime.tuning.bench import KernelBench, Timers
 from moesaic.runtime.tuning.journal import Journal
 from moesaic.runtime.tuning.search import Built, Search, Trial, key_of
@@ -235,13 +236,11 @@ class Prover:
             kernels=(proof.kernel,),
             timers=self._timers,
         )
-        generator = torch.Generator(device=self._device).manual_seed(0)
         layer = proof.make()
-        given = draw(layer, proof.tokens, self._device, generator)
-        (_, first), *rest = given.items()
+        given = draw_inputs(layer._program().function, proof.tokens, device=str(self._device))
         session = Session(settings, functions=1)
         with active(session), torch.no_grad():
-            layer(first, **dict(rest))
+            call(layer, given, training=False)
         [tuned] = [t for t in session.report.tuned if t.kernel == proof.kernel]
         assert tuned.found is not None
         return self._row(proof, tuned, kept)
