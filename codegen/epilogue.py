@@ -166,6 +166,7 @@ class Epilogue:
         ahead: whether what a row reads is asked for as early as can be: its numbers, for all rows of a thread, before
             the product, and its columns all together. For tiles with registers to hold them.
         staged: the numbers of the boxes that an operand leaves by, if any does; see ``staging.py``.
+        sum_parts: the partial sums of a row that are this tile's, each over as many of its columns.
     """
 
     def __init__(
@@ -177,6 +178,7 @@ class Epilogue:
         place: str = "slot",
         ahead: bool = False,
         staged: Callable[[int], Sequence[int]] | None = None,
+        sum_parts: int = 1,
     ) -> None:
         self.parameters = parameters
         self.region = parameters.region
@@ -187,6 +189,7 @@ class Epilogue:
         self.place = place
         self.ahead = ahead
         self.staged = staged
+        self.sum_parts = sum_parts
         self.names: dict[Value, str] = {}
         self.arrays: list[str] = []  # declarations of a number for each row, and what computes the numbers of a row
         self.numbers: list[str] = []
@@ -421,7 +424,8 @@ class Epilogue:
         name = self.name(op.y)
         total = " + ".join(self.parts(op.x))
         guard = "" if self.whole else "if (column + v < kColumns) "
-        self.lines.append(f"{guard}{name}[i] += {total};  // {self._comment(op)}")
+        part = "" if self.sum_parts == 1 else f"[j / (Tile::kOwnVectors / {self.sum_parts})]"
+        self.lines.append(f"{guard}{name}{part}[i] += {total};  // {self._comment(op)}")
         self.sums.append((name, op.y))
 
     def _elementwise(self, op: math.Elementwise) -> None:

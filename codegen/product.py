@@ -112,6 +112,11 @@ class _Emitter:
     def _tile_columns(self) -> int:
         return self.shape.columns // (2 if self.halves and self.in_turn else 1)
 
+    @property
+    def _sum_parts(self) -> int:
+        """How many of a row's partial sums are a tile's."""
+        return max(1, self._tile_columns // SUM_COLUMNS)
+
     def _constants(self) -> list[Line]:
         lines = [Line("kThreads", str(self.shape.threads))]
         if self.grouped:
@@ -352,7 +357,16 @@ class _Emitter:
         place = "slot" if self.grouped else "token"
         computed = (self.product.result, read)
         staged = self.staging.places if self.staging is not None else None
-        epilogue = Epilogue(self.parameters, self.columns, self._vector, computed, place, self.shape.fetches, staged)
+        epilogue = Epilogue(
+            self.parameters,
+            self.columns,
+            self._vector,
+            computed,
+            place,
+            ahead=self.shape.fetches,
+            staged=staged,
+            sum_parts=self._sum_parts,
+        )
         self.epilogue = epilogue
         self.parameters.taken |= {place, "rows", "weight"}
         skip: list[Op] = [self.product]
@@ -384,12 +398,13 @@ class _Emitter:
         step = "tile.column(j) / 2" if self.halves and self.in_turn else "tile.column(j)"
         columns = [
             "#pragma unroll",
-            "  for (int j = 0; j < Tile::kOwnVectors; ++j) {",
-            f"    const int column = first_column + {step};",
-            "    if (kColumns % kTileColumns != 0 && column >= kColumns) continue;",
+            "for (int j = 0; j < Tile::kOwnVectors; ++j) {",
+            f"  const int column = first_column + {step};",
+            "  if (kColumns % kTileColumns != 0 && column >= kColumns) continue;",
         ]
         lines = [f"constexpr int kVector = {self._vector};"]
-        lines += [f"float {name}[Tile::kOwnRows] = {{}};" for name, _ in epilogue.sums]
+        several = f"[{self._sum_parts}]" if self._sum_parts > 1 else ""
+        lines += [f"float {name}{several}[Tile::kOwnRows] = {{}};" for name, _ in epilogue.sums]
         compute = [
             *epilogue.loads,
             "#pragma unroll",
@@ -408,16 +423,31 @@ class _Emitter:
             lines += [*self._rows(place), *indented(epilogue.for_row, 2)]
             if epilogue.row_stores:
                 lines += ["  if (first_column == 0 && tile.column(0) == 0) {", *indented(epilogue.row_stores, 4), "  }"]
+            over = [*columns, *indented(compute, 2), "}"]
             if epilogue.reads:
-                lines += [*indented(epilogue.held, 2), *columns, *indented(epilogue.reads, 4), "  }"]
-            lines += [*columns, *indented(compute, 4), "  }", "}"]
+                over = [*epilogue.held, *columns, *indented(epilogue.reads, 2), "}", *over]
+            lines += [*indented(over, 2), "}"]
         for name, value in epilogue.sums:
-            parts = -(-self.columns // SUM_COLUMNS)
-            pointer = epilogue.sum_pointer(value)
-            lines += [
+            lines += self._partial_sums(name, epilogue.sum_pointer(value), first)
+        return lines
+
+    def _partial_sums(self, name: str, pointer: str, first: str) -> list[str]:
+        """Adds up a row's sums over the threads that share it, and stores them."""
+        parts = -(-self.columns // SUM_COLUMNS)
+        if self._sum_parts == 1:
+            return [
                 f"tile.sum_rows({name}, shared, [&](int row, float total) {{",
                 f"  const long long place = ({first} + row) * {parts}LL + first_column / kTileColumns;",
                 f"  if (row < rows) moesaic::store_one({pointer} + place, total);",
                 "});",
             ]
-        return lines
+        return [
+            "#pragma unroll",
+            f"for (int p = 0; p < {self._sum_parts}; ++p) {{",
+            f"  const int part = first_column / {SUM_COLUMNS} + p;",
+            f"  tile.sum_rows({name}[p], shared, [&](int row, float total) {{",
+            f"    const long long place = ({first} + row) * {parts}LL + part;",
+            f"    if (row < rows && part < {parts}) moesaic::store_one({pointer} + place, total);",
+            "  });",
+            "}",
+        ]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from moesaic.ir.core import Block, OpResult
 from moesaic.ir.errors import InternalError
-from moesaic.ir.ops import row, slot
+from moesaic.ir.ops import slot
 from moesaic.ir.ops.kernel import narrow_columns
 from moesaic.ir.types import DType
 
@@ -86,9 +86,8 @@ class ProductShape:
             hopper: whether there is wgmma.
             allow_tf32: see above.
             reads: whether what follows the product reads as many columns as it has.
-            tall: whether a tile that is shared has 256 rows and 128 columns, rather than 128 and 256: where sums of
-                rows leave, a partial one for each 128 columns, or where the left operand is what a pair of blocks has
-                in common.
+            tall: whether a tile that is shared has 256 rows and 128 columns, rather than 128 and 256: where the left
+                operand is what a pair of blocks has in common.
         """
         whole = max(64, _power_of_two(columns))
         wgmma = (hopper and not tile) or tile in ("cooperative", "pingpong")
@@ -188,7 +187,6 @@ def product_shape(region: Block, *, tile: str = "", hopper: bool = False, allow_
                 hopper=hopper,
                 allow_tf32=allow_tf32,
                 reads=reads_columns(region, columns),
-                tall=any(isinstance(o, row.Sum) for o in region.ops),
             )
         if isinstance(op, slot.GroupedWgrad | slot.Wgrad):
             width = op.b.type.shape[-1]

@@ -6,7 +6,8 @@ space, and works on every target. Nothing here changes what a row's results are,
 - A row program adds up in one order whatever its lanes, and every way of selecting gives the same picks.
 - A tile of a product adds up in the order of the sum, in steps that belong to the kind of instruction (``simt``,
   ``mma``, ``wgmma``). So the kind stays that of the rule, and the space is about sizes, stages and the schedule. Where
-  rows are summed after a product, columns, threads and depth stay as they are, too: they decide the order of that sum.
+  rows are summed after a product, threads and depth stay as they are, too: they decide the order of that sum. So do
+  columns, but for tiles by wgmma, of which the same four lanes have all columns of a row.
 - Sums over tokens (losses, gradients of biases) are no row's result: they follow the number of blocks, as they do
   between two GPUs.
 
@@ -25,7 +26,7 @@ from typing import Protocol
 from moesaic.ir.core import BlockArgument, Value
 from moesaic.ir.errors import UnsupportedError, UsageError
 from moesaic.ir.ops import row, slot
-from moesaic.ir.ops.kernel import narrow_columns
+from moesaic.ir.ops.kernel import SUM_COLUMNS, narrow_columns
 from moesaic.ir.ops.launch import Kernel
 from moesaic.passes.product_shape import Lines, ProductShape
 from moesaic.passes.row_layout import Layout, infer_layouts
@@ -251,8 +252,15 @@ class Space:
         if shape.tile != rule.tile:
             return f"tiles by {rule.tile} and by {shape.tile} round differently"
         size, parts, width, across, summed = self._operands
-        if summed and (shape.columns, shape.threads, shape.depth) != (rule.columns, rule.threads, rule.depth):
-            return "the order of sums over columns would be another"
+        if summed:
+            # Four neighbouring lanes have a row of a tile by wgmma, and add up each partial sum by itself.
+            same = (
+                shape.columns % SUM_COLUMNS == rule.columns % SUM_COLUMNS == 0
+                if shape.fetches
+                else shape.columns == rule.columns
+            )
+            if not same or (shape.threads, shape.depth) != (rule.threads, rule.depth):
+                return "the order of sums over columns would be another"
         if shape.columns > max(64, rule.columns, 1 << (width - 1).bit_length()):
             return f"tiles of {shape.columns} columns are wider than {width}"
         wide = parts * shape.columns
