@@ -500,6 +500,6 @@ def check_target(op: Kernel, shape: ProductShape) -> Target:
     """
     name = op.configuration.get("target")
     target = Target.default() if name is None else Target.parse(name)
-    if shape.tile == "WgmmaTile" and not target.has_wgmma:
+    if shape.fetches and not target.has_wgmma:
         raise UnsupportedError(f"{op.symbol}: tiles by wgmma need sm_90a, found {target}; leave tile to the rule")
     return target

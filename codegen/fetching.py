@@ -56,7 +56,7 @@ def box_rows(rows: int, parts: int = 1) -> int:
 def tile_type(shape: ProductShape, left: Fetch, right: Fetch, staged: bool) -> str:
     """The C++ type of a tile."""
     ways = [f"moesaic::Fetch::{how.value}" for how in (left, right)] if shape.fetches else []
-    ways += [str(shape.pingpong).lower()] if shape.pingpong or staged else []
+    ways += [str(shape.pingpong).lower()] if not shape.swapped and (shape.pingpong or staged) else []
     ways += ["Staged::kBytes"] if staged else []
     return f"moesaic::{shape.tile}<{', '.join(['Element', 'Shape', *ways])}>"
 

@@ -16,7 +16,7 @@ from moesaic.codegen.render import banner, indented, render
 from moesaic.codegen.row_program import STORAGE, Line, comment, fused_ops
 from moesaic.codegen.staging import Staging
 from moesaic.ir.core import Op, OpResult, Value
-from moesaic.ir.errors import InternalError
+from moesaic.ir.errors import InternalError, UnsupportedError
 from moesaic.ir.ops import slot
 from moesaic.ir.ops.kernel import SUM_COLUMNS, narrow_columns
 from moesaic.ir.ops.launch import Kernel
@@ -64,6 +64,8 @@ class _Emitter:
             self._tile_columns,
             target.shared_optin - self.tile_bytes - self._table_bytes,
         )
+        if self.shape.swapped and self.staging is None:
+            raise UnsupportedError(f"{op.symbol}: results have no room to leave a tile with swapped operands by")
         self.tile_bytes += self.staging.bytes if self.staging is not None else 0
 
     def generate(self) -> GeneratedKernel:
@@ -161,7 +163,9 @@ class _Emitter:
         if self._rows_operand() is not rows:
             return None
         first = "static_cast<int>(first_slot)" if self.grouped else "static_cast<int>(first_token)"
-        return Boxes(self.parameters.index(rows), box_rows(self.shape.rows), matrix="0", first=first)
+        # Of a tile that may have few rows, boxes without any do not come.
+        tall = self.shape.rows // 3 if self.shape.swapped else box_rows(self.shape.rows)
+        return Boxes(self.parameters.index(rows), tall, matrix="0", first=first)
 
     def _right_boxes(self) -> Boxes | None:
         """How it finds the weight's, if both parts begin at columns where boxes may."""
@@ -261,11 +265,17 @@ class _Emitter:
         return [
             "int* const first_item = reinterpret_cast<int*>(shared + Tile::kSharedBytes);",
             f"moesaic::count_before<kExperts, kThreads>({counts}, first_item, [](int rows) {{",
-            "  const int row_tiles = (rows + kTileRows - 1) / kTileRows;",
+            f"  const int row_tiles = {self._row_tiles('rows')};",
             "  return static_cast<int>(moesaic::items_of<Tile::kPair>(row_tiles, kColumnTiles));",
             "});",
             "const long long items = first_item[kExperts];",
         ]
+
+    def _row_tiles(self, rows: str) -> str:
+        """How many tiles of an expert lie below each other."""
+        if self.shape.swapped:
+            return f"moesaic::even_tiles<kTileRows, Tile::kPair>({rows}).count"
+        return f"({rows} + kTileRows - 1) / kTileRows"
 
     def _place(self) -> list[str]:
         """Where the tile lies that a block of a pair has of an item."""
@@ -277,14 +287,28 @@ class _Emitter:
                 "const int first_column = item.column_tile * kTileColumns;",
             ]
         counts, offsets = self._counts_and_offsets()
+        if self.shape.swapped:
+            tiles = [
+                "const auto tiles = moesaic::even_tiles<kTileRows, Tile::kPair>(count);",
+                "const int row_tiles = tiles.count;",
+            ]
+            rows = [
+                "const int first_row = static_cast<int>(item.row_tile) * tiles.rows;",
+                "const int rows = item.idle ? 0 : moesaic::smaller(tiles.rows, count - first_row);",
+            ]
+        else:
+            tiles = [f"const int row_tiles = {self._row_tiles('count')};"]
+            rows = [
+                "const int first_row = static_cast<int>(item.row_tile) * kTileRows;",
+                "const int rows = item.idle ? 0 : count - first_row;  // of the expert that are left",
+            ]
         return [
             "const int expert = moesaic::expert_of_tile<kExperts>(first_item, static_cast<int>(n));",
             f"const int count = moesaic::load_one({counts} + expert);",
-            "const int row_tiles = (count + kTileRows - 1) / kTileRows;",
+            *tiles,
             "const auto item =",
             "    moesaic::item_of<Tile::kPair>(n - first_item[expert], Tile::rank(), row_tiles, kColumnTiles);",
-            "const int first_row = static_cast<int>(item.row_tile) * kTileRows;",
-            "const int rows = item.idle ? 0 : count - first_row;  // of the expert that are left",
+            *rows,
             f"const long long first_slot = moesaic::load_one({offsets} + expert) + first_row;",
             "const int first_column = item.column_tile * kTileColumns;",
         ]
@@ -348,7 +372,9 @@ class _Emitter:
 
     def _region(self) -> tuple[Epilogue, list[str]]:
         """What follows the product, as lines; and those that come before it."""
-        if not self.halves:
+        if self.shape.swapped:
+            read = [f"tile.values[{part}][j][2 * r + v]" for part in (("0", "1") if self.halves else ("b",))]
+        elif not self.halves:
             read = ["tile.values[0][i][j][v]"]
         elif self.in_turn:
             read = ["tile.values[0][i][j][2 * v]", "tile.values[0][i][j][2 * v + 1]"]
@@ -402,7 +428,7 @@ class _Emitter:
             f"  const int column = first_column + {step};",
             "  if (kColumns % kTileColumns != 0 && column >= kColumns) continue;",
         ]
-        lines = [f"constexpr int kVector = {self._vector};"]
+        lines = [f"constexpr int kVector = {self._vector};{'  // rows' if self.shape.swapped else ''}"]
         several = f"[{self._sum_parts}]" if self._sum_parts > 1 else ""
         lines += [f"float {name}{several}[Tile::kOwnRows] = {{}};" for name, _ in epilogue.sums]
         compute = [
@@ -413,7 +439,9 @@ class _Emitter:
             "}",
             *epilogue.stores,
         ]
-        if self.staging is not None:
+        if self.staging is not None and self.shape.swapped:
+            lines += self.staging.leave_columns(self.parameters, compute)
+        elif self.staging is not None:
             where = [
                 "const int column = first_column + tile.column(j);",
                 "if (kColumns % Staged::kColumns != 0 && column >= kColumns) continue;",

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moesaic.codegen.epilogue import Parameters, columns_of
+from moesaic.codegen.render import indented
 from moesaic.codegen.row_program import STORAGE
 from moesaic.ir.core import Block, OpResult
 from moesaic.ir.ops import row, slot
 from moesaic.passes.product_shape import ProductShape, reads_columns
 
 _ROWS = 64
+_SWAPPED_ROWS = 16
 _GROUPS = 2
 _FORMS = ((64, 2), (32, 2), (64, 1), (32, 1))  # columns of a box, and buffers: to wait less, to send more at a time
 
@@ -33,12 +35,14 @@ class Staging:
         columns: of a box.
         buffers: for each output.
         element: C++ type.
+        rows: of a box.
     """
 
     outputs: tuple[Output, ...]
     columns: int
     buffers: int
     element: str
+    rows: int = _ROWS
 
     @classmethod
     def of(
@@ -70,6 +74,8 @@ class Staging:
             if columns_of(value) != columns:
                 outputs.append(Output(index, "kColumns + box_column"))
         halves = any(columns_of(v) != columns for v in wide)
+        if shape.swapped:
+            return cls._of_columns(tuple(outputs), elements[0], room)
         return cls._fitting(tuple(outputs), elements[0], tile_columns, columns if halves else 0, room)
 
     @classmethod
@@ -95,15 +101,24 @@ class Staging:
                 return found
         return None
 
+    @classmethod
+    def _of_columns(cls, outputs: tuple[Output, ...], element: str, room: int) -> Staging | None:
+        """The same for threads that hold neighbouring rows."""
+        forms = (cls(outputs, 64, buffers, element, _SWAPPED_ROWS) for buffers in (2, 1))
+        return next((form for form in forms if form.bytes <= room), None)
+
     @property
     def bytes(self) -> int:
         """Of shared memory, of a block."""
-        return _GROUPS * len(self.outputs) * self.buffers * _ROWS * self.columns * 2
+        return _GROUPS * len(self.outputs) * self.buffers * self.rows * self.columns * 2
 
     @property
     def type(self) -> str:
         """The definition of ``Staged``."""
-        return f"moesaic::StagedBoxes<{self.element}, {self.columns}, {len(self.outputs)}, {self.buffers}>"
+        arguments = f"{self.element}, {self.columns}, {len(self.outputs)}, {self.buffers}"
+        if self.rows == _ROWS:
+            return f"moesaic::StagedBoxes<{arguments}>"
+        return f"moesaic::StagedColumns<{arguments}, {self.rows}>"
 
     def places(self, index: int) -> list[int]:
         """The numbers of the outputs that are parts of an operand."""
@@ -138,18 +153,59 @@ class Staging:
             "#pragma unroll",
             "      for (int w = 0; w < Staged::kVectors; ++w) {",
             "        const int j = c / 8 + w;",
-            *(" " * 8 + line if not line.startswith("#") else line for line in compute),
+            *indented(compute, 8),
             "      }",
             "    }",
             "    staged.written();",
+            *indented(self._store(parameters, matrix, stride), 4),
+            "    staged.sent();",
+            "  }",
+            "}",
         ]
+        return lines
+
+    def leave_columns(self, parameters: Parameters, compute: Sequence[str]) -> list[str]:
+        """The same for threads that hold neighbouring rows of a column.
+
+        Args:
+            parameters: of the kernel.
+            compute: puts what is in columns r of two and rows j of the tile, rows w of the box.
+        """
+        return [
+            "#pragma unroll",
+            "for (int b = 0; b < Tile::kColumnBlocks; ++b) {",
+            "  const int box_column = first_column + tile.first_column() + Staged::kColumns * b;",
+            "  if (kColumns % kTileColumns != 0 && box_column >= kColumns) continue;",
+            "#pragma unroll",
+            "  for (int s = 0; s < kTileRows; s += Staged::kRows) {",
+            "    const long long valid = rows - s;  // rows of the box",
+            "    if (valid <= 0) continue;",
+            "    const long long row = first_slot + s;",
+            "    staged.begin();",
+            "#pragma unroll",
+            "    for (int w = 0; w < Staged::kRows / 8; ++w) {",
+            "      const int j = s / 8 + w;",
+            "#pragma unroll",
+            "      for (int r = 0; r < 2; ++r) {",
+            *indented(compute, 8),
+            "      }",
+            "    }",
+            "    staged.written();",
+            *indented(self._store(parameters, "0", ""), 4),
+            "    staged.sent();",
+            "  }",
+            "}",
+        ]
+
+    def _store(self, parameters: Parameters, matrix: str, stride: str) -> list[str]:
+        lines: list[str] = []
         for number, output in enumerate(self.outputs):
             pointer = parameters.pointer(output.index)
-            map = parameters.tensor_map(output.index, _ROWS, self.columns)
+            map = parameters.tensor_map(output.index, self.rows, self.columns)
             distance = f"{columns_of(parameters.given(output.index))}LL"
             address = f"{pointer} + {f'{matrix} * {stride} + ' if stride else ''}row * {distance} + {output.column}"
             lines += [
-                f"    staged.store({number}, {map}, {output.column}, static_cast<int>(row), {matrix}, valid,",
-                f"                 kColumns - box_column, {address}, {distance});",
+                f"staged.store({number}, {map}, {output.column}, static_cast<int>(row), {matrix}, valid,",
+                f"             kColumns - box_column, {address}, {distance});",
             ]
-        return [*lines, "    staged.sent();", "  }", "}"]
+        return lines

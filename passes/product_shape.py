@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from moesaic.ir.core import Block, OpResult
+from moesaic.ir.core import Block, BlockArgument, Op, OpResult, Value
 from moesaic.ir.errors import InternalError
-from moesaic.ir.ops import slot
+from moesaic.ir.ops import math, slot
 from moesaic.ir.ops.kernel import narrow_columns
 from moesaic.ir.types import DType
 
@@ -15,6 +15,7 @@ _ROWS = 128
 _SIMT_ROWS = 64
 _COLUMNS = 128  # of all parts together
 _WARP = 32
+_SWAPPED_ROWS = 144
 _SWIZZLED_BLOCK = 1024  # bytes that a stage of wgmma is aligned to
 _SIXTEEN_BITS = (DType.BF16, DType.F16)
 
@@ -37,7 +38,7 @@ class ProductShape:
     """A tile of ``tile.cuh``.
 
     Attributes:
-        tile: ``SimtTile``, ``MmaTile`` or ``WgmmaTile``.
+        tile: ``SimtTile``, ``MmaTile``, ``WgmmaTile`` or ``SwappedTile``.
         rows, columns: of a tile; columns of each of two parts, where gates and ups are computed at once.
         depth: elements of both operands that are in shared memory at a time, in a stage.
         stages: of the pipeline that fetches them.
@@ -67,6 +68,7 @@ class ProductShape:
         allow_tf32: bool = False,
         reads: bool = False,
         tall: bool = False,
+        swaps: bool = False,
     ) -> ProductShape:
         """The rule: tensor cores for 16-bit operands; 128 columns in all parts together, or as few as there are.
 
@@ -81,15 +83,19 @@ class ProductShape:
             dtype: of the operands.
             parts: 2 where gates and ups are computed at once.
             columns: of a part.
-            tile: ``simt``, ``mma``, or a schedule of tiles by wgmma, ``cooperative`` or ``pingpong``, where it is
-                possible; empty: the rule.
+            tile: ``simt``, ``mma``, a schedule of tiles by wgmma (``cooperative`` or ``pingpong``), or ``swapped``,
+                where it is possible; empty: the rule.
             hopper: whether there is wgmma.
             allow_tf32: see above.
             reads: whether what follows the product reads as many columns as it has.
             tall: whether a tile that is shared has 256 rows and 128 columns, rather than 128 and 256: where the left
                 operand is what a pair of blocks has in common.
+            swaps: whether the operands of wgmma may be swapped; see `swaps_operands`.
         """
         whole = max(64, _power_of_two(columns))
+        if tile == "swapped" and swaps and dtype in _SIXTEEN_BITS and parts * whole >= 256:
+            return cls("SwappedTile", _SWAPPED_ROWS, 256 // parts, 64, 4, 384, 1)
+        tile = "" if tile == "swapped" else tile
         wgmma = (hopper and not tile) or tile in ("cooperative", "pingpong")
         if wgmma and dtype in _SIXTEEN_BITS and parts * whole >= 128:
             if tile == "pingpong" or (reads and not tile):
@@ -113,7 +119,12 @@ class ProductShape:
     @property
     def fetches(self) -> bool:
         """Whether warps of its own fetch what the others multiply."""
-        return self.tile == "WgmmaTile"
+        return self.tile in ("WgmmaTile", "SwappedTile")
+
+    @property
+    def swapped(self) -> bool:
+        """Whether an expert's rows are shared out evenly among tiles, which have `rows` at most."""
+        return self.tile == "SwappedTile"
 
     @property
     def bounds(self) -> str:
@@ -122,15 +133,15 @@ class ProductShape:
 
     @property
     def vector(self) -> int:
-        """Neighbouring columns that a thread holds."""
-        return {"SimtTile": 4, "MmaTile": 2, "WgmmaTile": 8}[self.tile]
+        """Neighbouring columns that a thread holds; rows of a ``SwappedTile``."""
+        return {"SimtTile": 4, "MmaTile": 2, "WgmmaTile": 8, "SwappedTile": 2}[self.tile]
 
     def shared_bytes(self, size: int, parts: int, left: Lines, right: Lines) -> int:
         """Shared memory of a block for operands with elements of `size` bytes; the kernel asserts that it is so."""
         stages = self.stages * self.depth * size * (self.rows + parts * self.columns)
         if self.tile == "MmaTile":
             return stages
-        if self.tile == "WgmmaTile":  # with two barriers a stage, two more, and a gap before the first
+        if self.fetches:  # with two barriers a stage, two more, and a gap before the first
             return stages + 16 * (self.stages + 1) + _SWIZZLED_BLOCK - 16
         return 4 * self.stages * (self._floats(size, self.rows, left) + self._floats(size, parts * self.columns, right))
 
@@ -187,6 +198,7 @@ def product_shape(region: Block, *, tile: str = "", hopper: bool = False, allow_
                 hopper=hopper,
                 allow_tf32=allow_tf32,
                 reads=reads_columns(region, columns),
+                swaps=swaps_operands(region, columns),
             )
         if isinstance(op, slot.GroupedWgrad | slot.Wgrad):
             width = op.b.type.shape[-1]
@@ -196,6 +208,26 @@ def product_shape(region: Block, *, tile: str = "", hopper: bool = False, allow_
                 op.a.type.dtype, 1, width, tile=tile, hopper=hopper, allow_tf32=allow_tf32, tall=gathered
             )
     raise InternalError("a product kernel without a product")
+
+
+def swaps_operands(region: Block, columns: int) -> bool:
+    """Whether a thread may hold neighbouring rows of a column in place of neighbouring columns of a row.
+
+    What follows the product is then elementwise, on the product alone, and leaves in rows of 16 bits through shared
+    memory: no columns are read, there are no numbers or sums of rows, and gates and ups do not alternate.
+    """
+    allowed = (slot.Gather, slot.GroupedLinear, slot.Split, slot.Join, math.Elementwise)
+    ops = region.ops[:-1]
+    plain = all(isinstance(op, allowed) for op in ops)
+    in_turn = any(op.interleaved for op in ops if isinstance(op, slot.Split | slot.Join))
+    alone = all(v.type.rank == 0 or not isinstance(v, BlockArgument) for op in ops for v in _computed_from(op))
+    results = region.terminator.operands
+    narrow = all(v.type.dtype in _SIXTEEN_BITS and v.type.shape[-1] in (columns, 2 * columns) for v in results)
+    return plain and alone and narrow and not in_turn and columns % 8 == 0 and len({v.type.dtype for v in results}) == 1
+
+
+def _computed_from(op: Op) -> Sequence[Value]:
+    return op.operands if isinstance(op, math.Elementwise | slot.Split | slot.Join) else ()
 
 
 def reads_columns(region: Block, columns: int) -> bool:

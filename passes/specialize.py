@@ -64,7 +64,7 @@ _CHOICES = {
     "select": ("", "merge", "rounds", "sort", "radix"),
     "prefetch": ("", "on", "off"),
     "tokens": ("few", "many"),
-    "tile": ("", "simt", "mma", "cooperative", "pingpong"),
+    "tile": ("", "simt", "mma", "cooperative", "pingpong", "swapped"),
 }
 
 
@@ -81,7 +81,7 @@ class Specialize(Pass):
         prefetch: override whether a row is fetched while the one before is worked on: on or off (empty: the rule).
         resident: override how many blocks a multiprocessor should hold at least, which bounds registers (0: rule).
         tile: override what tiles of products are computed by, where it is possible: simt, mma, or,
-            on Hopper, wgmma by its schedule, cooperative or pingpong (empty: the rule).
+            on Hopper, wgmma by its schedule, cooperative or pingpong, or with its operands swapped (empty: the rule).
         allow_tf32: whether products of float32 operands may round them to tf32.
         tokens: few or many: few tokens fill a GPU only if many lanes share one.
         alignment: bytes each input of the first function is known to be aligned to (its address and its row stride);

@@ -816,6 +816,40 @@ def test_items_of_more_tiles_than_32_bits_count(run: Run) -> None:
     np.testing.assert_array_equal(found, wanted)
 
 
+EVEN_TILES = """#include "moesaic/experts.cuh"
+
+template <int kPair>
+__device__ __forceinline__ void list_tiles(const int* counts, int* out, int experts) {
+  for (int e = threadIdx.x; e < experts; e += 32) {
+    const auto tiles = moesaic::even_tiles<144, kPair>(moesaic::load_one(counts + e));
+    moesaic::store_one(out + 2 * e, tiles.rows);
+    moesaic::store_one(out + 2 * e + 1, tiles.count);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(32) even(const int* counts, int* out, int experts, int pair) {
+  if (pair == 1) list_tiles<1>(counts, out, experts);
+  if (pair == 2) list_tiles<2>(counts, out, experts);
+}
+"""
+
+
+@everywhere
+@pytest.mark.parametrize("pair", [1, 2])
+def test_rows_of_an_expert_are_shared_out_evenly(run: Run, pair: int) -> None:
+    counts = np.array([*range(2000), 3_000_000, 2**31 - 300], np.int32)
+    out = run(EVEN_TILES, "even", [counts], np.full(2 * len(counts), -7, np.int32), [len(counts), pair])
+    rows, tiles = out.reshape(-1, 2).astype(np.int64).T
+    assert (rows <= 144).all() and (rows % 8 == 0).all()
+    # Every row is in a tile, and the last tile is not empty.
+    assert (rows * tiles >= counts).all() and (rows * (tiles - 1) < np.maximum(counts, 1)).all()
+    assert tiles[0] == 0 and (tiles[1:145] == 1).all()
+    # No more tiles than pairs of the tallest have, and fewer rows past the last than 8 for each.
+    assert (tiles[145:] <= -(-counts[145:] // (144 * pair)) * pair).all()
+    assert (rows * tiles - counts < 8 * np.maximum(tiles, 1) + rows).all()
+    assert pair == 1 or (tiles[145:289] == 2).all()
+
+
 # What the compiler makes of them --------------------------------------------------------------------------------------
 
 INSTRUCTIONS = {

@@ -214,13 +214,14 @@ HOPPER_TILES: list[tuple[str, dict[str, Any], set[tuple[int, int]]]] = [
         {(128, 128), (256, 128)},
     ),
     ("pingpong", {"num_experts": 3, "hidden": 200, "intermediate": 72, "bias": True}, {(128, 64), (128, 128)}),
+    ("swapped", {"num_experts": 3, "hidden": 264, "intermediate": 136}, {(144, 128), (144, 256)}),
 ]
 
 
 @pytest.mark.parametrize(
     ("tile", "kind", "shapes", "backend"),
     [
-        *(pytest.param(*HOPPER_TILES[n], "emulate", marks=pytest.mark.emulate) for n in (0, 2, 3)),
+        *(pytest.param(*HOPPER_TILES[n], "emulate", marks=pytest.mark.emulate) for n in (0, 2, 3, 6)),
         *(pytest.param(*case, "cuda", marks=pytest.mark.gpu) for case in HOPPER_TILES),
     ],
 )
@@ -229,27 +230,30 @@ def test_tiles_of_hopper(tile: str, kind: dict[str, Any], shapes: set[tuple[int,
         pytest.skip("wgmma is Hopper's")
     experts = mo.Experts(**kind)
     hidden = kind["hidden"]
-    tokens = 11 if tile else 90  # of an expert's rows, 64 leave as a box, the rest one by one
+    # Of an expert's rows, 64 leave as a box, the rest one by one; swapped, tiles have 8 rows to 144.
+    tokens = {"": 90, "swapped": 250}.get(tile, 11)
     given, cotangent = tensors_for(experts, tokens, 2, torch.bfloat16), cotangent_for(tokens, hidden, torch.bfloat16)
     layer = mo.compile(experts, backend=backend, passes=f"specialize{{tile={tile}}}" if tile else "")
     check(run(layer, given, cotangent, device_of(backend)), exact(experts, given, cotangent), torch.bfloat16)
-    found = re.findall(rf"tile=WgmmaTile  schedule={tile or '[a-z]+'}  rows=(\d+)  columns=(\d+)", layer.source)
+    kind_of_tile = "SwappedTile" if tile == "swapped" else f"WgmmaTile  schedule={tile or '[a-z]+'}"
+    found = re.findall(rf"tile={kind_of_tile} .*?rows=(\d+)  columns=(\d+)", layer.source)
     assert shapes <= {(int(r), int(c)) for r, c in found} and "MmaTile<" not in layer.source.replace("WgmmaTile", "")
 
 
 @pytest.mark.gpu
 def test_tiles_of_hopper_give_the_same_bits() -> None:
-    """Tiles together or in turn, narrow or wide: sums over columns, too, are in one order."""
+    """Tiles together or in turn, narrow or wide, operands swapped: every sum is in one order."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("wgmma is Hopper's")
     experts = mo.Experts(3, 256, 320)
     given, cotangent = tensors_for(experts, 700, 2, torch.bfloat16), cotangent_for(700, 256, torch.bfloat16)
-    pingpong, cooperative = (
+    pingpong, *others = (
         run(mo.compile(experts, backend="cuda", passes=f"specialize{{tile={tile}}}"), given, cotangent, "cuda")
-        for tile in ("pingpong", "cooperative")
+        for tile in ("pingpong", "cooperative", "swapped")
     )
-    for name, found in cooperative.items():
-        assert torch.equal(found, pingpong[name]), name
+    for other in others:
+        for name, found in other.items():
+            assert torch.equal(found, pingpong[name]), name
 
 
 @pytest.mark.nvrtc
@@ -267,6 +271,21 @@ def test_products_of_hopper_stay_in_registers_and_in_flight() -> None:
     # In what runs, too: the assembler could move loads, which the compiler may take for loads of constants.
     accesses = re.search(r"\b(LDG|STG|RED|ATOM|LDGSTS|UTMA\w+|ACQBULK)\b", disassemble(compiled.cubin))
     assert accesses is not None and accesses.group() == "ACQBULK"
+
+
+@pytest.mark.nvrtc
+def test_swapped_products_stay_in_registers_and_in_flight() -> None:
+    """Whichever width a tile's rows choose: five loops of eight products."""
+    layer = mo.compile(
+        mo.Experts(128, 2048, 768, dtype="bf16"), target="sm_90a", passes="specialize{tile=swapped}"
+    ).layer(8, weights_dtype="bf16")
+    up, _, _ = (k for k in layer.kernels.values() if "SwappedTile" in k.source)
+    compiled = compiled_kernel(up, Target.parse("sm_90a"))
+    assert not compiled.resources.uses_local_memory
+    assert "(C75" not in compiled.log, compiled.log
+    sass = disassemble(compiled.cubin)
+    assert [len(re.findall(rf"HGMMA\.64x{width}x16", sass)) for width in (32, 64, 96, 128, 144)] == [8] * 5
+    assert "STSM" in sass
 
 
 def test_tiles_of_hopper_need_hopper() -> None:

@@ -825,7 +825,7 @@ COPIED = "mbarrier_arrive_after_copies(full(stage_));"
 FULL = "mbarrier_wait(full(stage_), parity_);"
 EMPTY = "mbarrier_wait(empty(stage_), parity_ ^ 1);"
 RELEASED = "if (read >= 0) release(read); read = stage_;"
-TURN = "mbarrier_wait(turn_of(own_turn()), (tiles_ - 1) / 2 % 2 ^ (own_turn() == 0 ? 1 : 0));"
+TURN = "mbarrier_wait(turn_of(own_group()), (tiles_ - 1) / 2 % 2 ^ (own_group() == 0 ? 1 : 0));"
 ANNOUNCED = "mbarrier_arrive_and_expect(full(stage_), bytes);"
 
 # In which header a statement is replaced, by nothing where no other is given. Spaces stand for any.
@@ -838,12 +838,12 @@ BARRIERS: dict[str, tuple[str, ...]] = {
     "mma_wait": ("tile_mma.cuh", f"{COPIES_THERE} __syncthreads(); }}", "__syncthreads(); }"),
     "sums_start": ("tile_common.cuh", DONE),
     "sums_partial": ("tile_common.cuh", "__syncthreads(); // the sums of all warps are there"),
-    "wgmma_set_up": ("tile_wgmma.cuh", " sync();"),
+    "wgmma_set_up": ("wgmma_stages.cuh", " sync();"),
     "wgmma_full": ("tile_wgmma.cuh", FULL),
-    "wgmma_empty": ("tile_wgmma.cuh", EMPTY),
-    "wgmma_copies": ("tile_wgmma.cuh", COPIED),
-    "wgmma_boxes": ("tile_wgmma.cuh", ANNOUNCED),
-    "wgmma_fewer_bytes": ("tile_wgmma.cuh", ANNOUNCED, ANNOUNCED.replace("bytes", "bytes - 128")),
+    "wgmma_empty": ("wgmma_stages.cuh", EMPTY),
+    "wgmma_copies": ("wgmma_stages.cuh", COPIED),
+    "wgmma_boxes": ("wgmma_stages.cuh", ANNOUNCED),
+    "wgmma_fewer_bytes": ("wgmma_stages.cuh", ANNOUNCED, ANNOUNCED.replace("bytes", "bytes - 128")),
     "wgmma_wait": ("tile_wgmma.cuh", "wgmma_wait<1>(pending);"),
     "wgmma_last": ("tile_wgmma.cuh", "wgmma_wait<0>(pending);"),
     "wgmma_released": ("tile_wgmma.cuh", RELEASED, "read = stage_;"),
@@ -853,10 +853,10 @@ BARRIERS: dict[str, tuple[str, ...]] = {
         "for_all(wgmma_pin); if (read >= 0) release(read);",
         "for_all(wgmma_pin);",
     ),
-    "wgmma_released_by_some": ("tile_wgmma.cuh", "__syncwarp(); const int lane", "const int lane"),
-    "wgmma_phase": ("tile_wgmma.cuh", "parity_ ^= 1;"),
+    "wgmma_released_by_some": ("wgmma_stages.cuh", "__syncwarp(); const int lane", "const int lane"),
+    "wgmma_phase": ("wgmma_stages.cuh", "parity_ ^= 1;"),
     "pingpong_turn": ("tile_wgmma.cuh", TURN),
-    "pingpong_over": ("tile_wgmma.cuh", "arrive_once(turn_of(1 - own_turn()));"),
+    "pingpong_over": ("tile_wgmma.cuh", "arrive_once(turn_of(1 - own_group()));"),
     "pingpong_passed": ("tile_wgmma.cuh", "stage_ += (depth + Shape::kK - 1) / Shape::kK;"),
     "pingpong_phase": ("tile_wgmma.cuh", "parity_ ^= stage_ / Shape::kStages % 2;"),
 }

@@ -11,12 +11,11 @@ namespace {
 constexpr unsigned kLine = 128;   // bytes of a line
 constexpr unsigned kChunk = 16;   // bytes that keep together
 constexpr int kSteps = 16;        // of a product
-constexpr int kGroup = 64;        // rows of the right operand, columns of the product, that are done at once:
-constexpr int kOwn = kGroup / 4;  // so many of them are a thread's
+constexpr int kGroup = 64;        // rows of the right operand, columns of the product, that are done at once,
+constexpr int kSmallGroup = 16;   // and what is left; a fourth of either is a thread's
 
 using Bits = std::uint16_t;
 using Floats = float __attribute__((vector_size(16)));
-static_assert(sizeof(Floats[4]) == kOwn * sizeof(float), "four vectors");
 
 // Where the tensor core finds what lies at an address before swizzling.
 const unsigned char* swizzled(const unsigned char* at) {
@@ -52,10 +51,12 @@ void read_left(const SwizzledMatrix& matrix, int row, Bits (&bits)[2 * kSteps]) 
     }
 }
 
-// Of 64 rows those that this thread multiplies, pairs 8 apart: [row][step], or [step][row] if they lie across.
-void read_right(const SwizzledMatrix& matrix, int group, unsigned first, Bits (&bits)[kOwn * kSteps]) {
+// Of the rows from `row` on those that this thread multiplies, pairs 8 apart: [row][step], or [step][row] if they lie across.
+template <int kOwn>
+void read_right(const SwizzledMatrix& matrix, int row, unsigned first, Bits (&bits)[kOwn * kSteps]) {
     if (matrix.across) {
-        const unsigned char* line = matrix.start + group * static_cast<std::ptrdiff_t>(matrix.group_bytes);
+        const auto group = row / kGroup * static_cast<std::ptrdiff_t>(matrix.group_bytes);
+        const unsigned char* line = matrix.start + group;
         for (int k = 0; k < kSteps; ++k, line += kLine) {
             const auto swaps = static_cast<unsigned>(swizzled(line) - line);
             // Two pairs at once: what is read next is longer than a pair, and would wait for both.
@@ -68,7 +69,7 @@ void read_right(const SwizzledMatrix& matrix, int group, unsigned first, Bits (&
             }
         }
     } else {
-        const unsigned char* const line = matrix.start + (group * kGroup + static_cast<int>(first)) * kLine;
+        const unsigned char* const line = matrix.start + (row + static_cast<int>(first)) * kLine;
         for (unsigned part = 0; part < 4; ++part) {  // of a pair: a half of the steps of one of them
             const unsigned char* at = swizzled(line + part / 2 * kLine + part % 2 * kChunk);
             Bits* to = bits + part * kSteps / 2;
@@ -123,18 +124,35 @@ Place place() {
 }
 
 // sums[n] += row[k] * columns[k][n], one step after the other.
+template <int kOwn>
 void add_products(const float* row, const std::uint32_t* columns, float* sums) {
-    Floats sum[4];
+    constexpr int kVectors = kOwn * static_cast<int>(sizeof(float)) / static_cast<int>(sizeof(Floats));
+    Floats sum[kVectors];
     std::memcpy(sum, sums, sizeof sum);
     for (int k = 0; k < kSteps; ++k) {
-        Floats factors[4];
+        Floats factors[kVectors];
         std::memcpy(factors, columns + k * kOwn, sizeof factors);
-        sum[0] += row[k] * factors[0];
-        sum[1] += row[k] * factors[1];
-        sum[2] += row[k] * factors[2];
-        sum[3] += row[k] * factors[3];
+        for (int v = 0; v < kVectors; ++v) sum[v] += row[k] * factors[v];
     }
     std::memcpy(sums, sum, sizeof sum);
+}
+
+// Products of two rows with the columns from `column` on, so many of which are a thread's.
+template <bool kHalf, int kOwn>
+void multiply_group(const SwizzledMatrix& right, int column, unsigned first, const float* rows, int own_columns,
+                    float* sums, Digest& digest) {
+    Bits raw[kOwn * kSteps];
+    read_right<kOwn>(right, column, first, raw);
+    digest.add(raw);
+    std::uint32_t wide[kSteps * kOwn];  // [step][column]
+    if (right.across) {
+        for (int i = 0; i < kSteps * kOwn; ++i) wide[i] = widened<kHalf>(raw[i]);
+    } else {
+        for (int n = 0; n < kOwn; ++n) {
+            for (int k = 0; k < kSteps; ++k) wide[k * kOwn + n] = widened<kHalf>(raw[n * kSteps + k]);
+        }
+    }
+    for (int i = 0; i < 2; ++i) add_products<kOwn>(rows + i * kSteps, wide, sums + i * own_columns + column / 4);
 }
 
 template <bool kHalf>
@@ -149,19 +167,12 @@ std::uint64_t multiply(const SwizzledMatrix& left, const SwizzledMatrix& right, 
     float rows[2 * kSteps];
     std::memcpy(rows, words, sizeof rows);
 
-    for (int group = 0; group < columns / kGroup; ++group) {
-        Bits raw[kOwn * kSteps];
-        read_right(right, group, own.column, raw);
-        digest.add(raw);
-        std::uint32_t wide[kSteps * kOwn];  // [step][column]
-        if (right.across) {
-            for (int i = 0; i < kSteps * kOwn; ++i) wide[i] = widened<kHalf>(raw[i]);
-        } else {
-            for (int n = 0; n < kOwn; ++n) {
-                for (int k = 0; k < kSteps; ++k) wide[k * kOwn + n] = widened<kHalf>(raw[n * kSteps + k]);
-            }
-        }
-        for (int i = 0; i < 2; ++i) add_products(rows + i * kSteps, wide, sums + i * (columns / 4) + group * kOwn);
+    int column = 0;
+    for (; column + kGroup <= columns; column += kGroup) {
+        multiply_group<kHalf, kGroup / 4>(right, column, own.column, rows, columns / 4, sums, digest);
+    }
+    for (; column < columns; column += kSmallGroup) {
+        multiply_group<kHalf, kSmallGroup / 4>(right, column, own.column, rows, columns / 4, sums, digest);
     }
     return digest.result();
 }
@@ -181,9 +192,15 @@ std::uint64_t digest_of_swizzled(const SwizzledMatrix& left, const SwizzledMatri
     Bits bits[2 * kSteps];
     read_left(left, own.row, bits);
     digest.add(bits);
-    for (int group = 0; group < columns / kGroup; ++group) {
-        Bits raw[kOwn * kSteps];
-        read_right(right, group, own.column, raw);
+    int column = 0;
+    for (; column + kGroup <= columns; column += kGroup) {
+        Bits raw[kGroup / 4 * kSteps];
+        read_right<kGroup / 4>(right, column, own.column, raw);
+        digest.add(raw);
+    }
+    for (; column < columns; column += kSmallGroup) {
+        Bits raw[kSmallGroup / 4 * kSteps];
+        read_right<kSmallGroup / 4>(right, column, own.column, raw);
         digest.add(raw);
     }
     return digest.result();

@@ -75,6 +75,21 @@ __device__ __forceinline__ Item item_of(long long number, int rank, long long ro
   return {row_tiles - 1, smaller(column_tile, column_tiles - 1), false, column_tile >= column_tiles};
 }
 
+// An expert's rows in tiles of as many rows each, of kMost at most: an even number of tiles where there is more than one, for
+// pairs of blocks. Rows of a tile are a multiple of 8.
+struct EvenTiles {
+  int rows;   // of each but the last
+  int count;
+};
+
+template <int kMost, int kPair>
+__device__ __forceinline__ EvenTiles even_tiles(int rows) {
+  if (rows <= 0) return {0, 0};
+  const int least = rows <= kMost ? 1 : ((rows - 1) / (kPair * kMost) + 1) * kPair;
+  const int each = ((rows - 1) / least + 8) / 8 * 8;
+  return {each, (rows - 1) / each + 1};
+}
+
 // The expert that a tile (or an item) belongs to: the last one whose first tile is not after it and that has tiles.
 template <int kExperts>
 __device__ __forceinline__ int expert_of_tile(const int* first, int tile) {

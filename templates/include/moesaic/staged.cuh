@@ -1,5 +1,5 @@
-// What follows a product, on its way out: a warpgroup puts boxes of 64 rows into shared memory, from where the copy engine
-// takes them, while the next product is under way.
+// What follows a product, on its way out: a warpgroup puts boxes of rows into shared memory, from where the copy engine takes
+// them, while the next product is under way.
 //
 //   StagedBoxes<T, kColumns, kOutputs, kBuffers> staged(memory);    // of the warpgroup's own
 //   for (...) {                                                     // boxes
@@ -11,20 +11,20 @@
 //   }
 //   staged.finish();
 //
-// Everything but `put` is for all 128 threads. Of a box with less than 64 valid rows the threads store the valid ones.
+// Everything is for all 128 threads. Of a box with fewer valid rows than it has the threads store the valid ones.
 #pragma once
 
 #include "moesaic/boxes.cuh"
 
 namespace moesaic {
 
-template <typename T, int kColumns_, int kOutputs, int kBuffers>
+template <typename T, int kColumns_, int kOutputs, int kBuffers, int kRows_ = 64>
 class StagedBoxes {
   static_assert(sizeof(T) == 2 && (kColumns_ == 32 || kColumns_ == 64), "lines of 64 or 128 bytes");
   static constexpr int kLine = kColumns_ * 2;
 
  public:
-  static constexpr int kRows = 64;
+  static constexpr int kRows = kRows_;
   static constexpr int kColumns = kColumns_;
   static constexpr int kVectors = kColumns / 8;
   static constexpr int kBytes = kOutputs * kBuffers * kRows * kLine;
@@ -80,7 +80,7 @@ class StagedBoxes {
     if (first()) stored_wait<0>();
   }
 
- private:
+ protected:
   static __device__ __forceinline__ bool first() { return threadIdx.x % 128 == 0; }
   static __device__ __forceinline__ void sync() { sync_threads<128>(1 + static_cast<int>(threadIdx.x) / 128); }
   // Of a chunk of 8 columns of a line, as the copy engine swizzles it.
@@ -93,6 +93,41 @@ class StagedBoxes {
 
   unsigned char* boxes_;
   int buffer_ = 0;
+};
+
+// The same for a tile whose threads hold neighbouring rows of a column (tile_swapped.cuh).
+template <typename T, int kColumns, int kOutputs, int kBuffers, int kRows>
+class StagedColumns : public StagedBoxes<T, kColumns, kOutputs, kBuffers, kRows> {
+  using Boxes = StagedBoxes<T, kColumns, kOutputs, kBuffers, kRows>;
+  static_assert(kColumns == 64 && kRows % 8 == 0, "a warp has 16 columns");
+
+ public:
+  __device__ __forceinline__ explicit StagedColumns(unsigned char* memory) : Boxes(memory) {}
+
+  // Rows 8 w + 2 t and the next, with t the lane of four, of column 16 times the warp + 8 r + lane / 4.
+  __device__ __forceinline__ void put(int output, int r, int w, const float (&pair)[2]) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int chunk = static_cast<int>(threadIdx.x) % 128 / 32 * 2 + r;
+    unsigned char* const box = this->box(output);
+    store_turned(pair, [&](int row) { return box + Boxes::place(8 * w + row, chunk); }, lane);
+  }
+
+ private:
+  // Element v of lane 4 c + t goes to line 2 t + v, place c of it; `line(n)` is where line n of 8 begins, 16 bytes.
+  // PTX ISA, "Warp Level Matrix Store Instruction: stmatrix".
+  template <class Line>
+  static __device__ __forceinline__ void store_turned(const float (&pair)[2], const Line& line, int lane) {
+    const T elements[2] = {from_float<T>(pair[0]), from_float<T>(pair[1])};
+#ifdef MOESAIC_EMULATE
+    for (int v = 0; v < 2; ++v) memcpy(line(2 * (lane % 4) + v) + lane / 4 * sizeof(T), &elements[v], sizeof(T));
+#else
+    unsigned word;
+    memcpy(&word, elements, sizeof(word));
+    asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};"
+                 :: "r"(static_cast<unsigned>(__cvta_generic_to_shared(line(lane % 8)))), "r"(word)
+                 : "memory");
+#endif
+  }
 };
 
 }  // namespace moesaic

@@ -49,7 +49,7 @@ class PendingProducts {
   // `sum_at(n)`: the sums of the first row, by column, then those of the second.
   template <int kColumns, class SumAt>
   void add(const SumAt& sum_at, const moesaic_emulate_matrix& left, const moesaic_emulate_matrix& right, bool half) {
-    static_assert(kColumns == 64 || kColumns == 128 || kColumns == 256, "the widths there are");
+    static_assert(kColumns % 16 == 0 && kColumns <= kMostSums, "a width there is");
     Sums& held = hold(&sum_at(0), kColumns / 2);
     if (!held.poisoned) {
       for (int n = 0; n < kColumns / 2; ++n) {
@@ -192,6 +192,12 @@ template <typename T, bool kLeftAcross, bool kRightAcross, int kBlock, int kPart
 __device__ __forceinline__ void wgmma(PendingProducts& pending, float (&sums)[kParts][kRows][kVectors][kVector],
                                       SharedMatrix left, SharedMatrix right);
 
+// The same for what is kept as the tensor cores leave it, of the first kColumns columns: sums[j][2 i + v] is that of row
+// g + 8 i, column 8 j + 2 t + v. For products whose width varies: 32, 64, 96, 128 or 144.
+template <typename T, bool kLeftAcross, bool kRightAcross, int kColumns, int kBlocks>
+__device__ __forceinline__ void wgmma_columns(PendingProducts& pending, float (&sums)[kBlocks][4], SharedMatrix left,
+                                              SharedMatrix right);
+
 // Element v of the pair in column vector j, counted through all parts, and row i of the two.
 #define MOESAIC_SUM(j, i, v)                                                                     \
   sums[(j) / (kVectors * kVector / 2)][2 * kBlock + (i)][(j) % (kVectors * kVector / 2) / (kVector / 2)] \
@@ -208,6 +214,15 @@ __device__ __forceinline__ void wgmma(PendingProducts& pending, float (&sums)[kP
                         std::is_same<T, __half>::value);
 }
 
+template <typename T, bool kLeftAcross, bool kRightAcross, int kColumns, int kBlocks>
+__device__ __forceinline__ void wgmma_columns(PendingProducts& pending, float (&sums)[kBlocks][4], SharedMatrix left,
+                                              SharedMatrix right) {
+  constexpr int kOwn = kColumns / 4;  // sums of a row
+  const auto sum_at = [&](int n) -> float& { return sums[n % kOwn / 2][n / kOwn * 2 + n % 2]; };
+  pending.add<kColumns>(sum_at, {left.start, left.group_bytes, kLeftAcross}, {right.start, right.group_bytes, kRightAcross},
+                        std::is_same<T, __half>::value);
+}
+
 #else
 
 template <typename T>
@@ -217,9 +232,8 @@ constexpr bool kIsBfloat16<__nv_bfloat16> = true;
 
 #define MOESAIC_SUMS4(j) \
   "+f"(MOESAIC_SUM(j, 0, 0)), "+f"(MOESAIC_SUM(j, 0, 1)), "+f"(MOESAIC_SUM(j, 1, 0)), "+f"(MOESAIC_SUM(j, 1, 1))
-#define MOESAIC_SUMS32(j)                                                                                  \
-  MOESAIC_SUMS4(j), MOESAIC_SUMS4(j + 1), MOESAIC_SUMS4(j + 2), MOESAIC_SUMS4(j + 3), MOESAIC_SUMS4(j + 4), \
-      MOESAIC_SUMS4(j + 5), MOESAIC_SUMS4(j + 6), MOESAIC_SUMS4(j + 7)
+#define MOESAIC_SUMS16(j) MOESAIC_SUMS4(j), MOESAIC_SUMS4(j + 1), MOESAIC_SUMS4(j + 2), MOESAIC_SUMS4(j + 3)
+#define MOESAIC_SUMS32(j) MOESAIC_SUMS16(j), MOESAIC_SUMS16(j + 4)
 #define MOESAIC_SUMS64 MOESAIC_SUMS32(0), MOESAIC_SUMS32(8)
 #define MOESAIC_SUMS128 MOESAIC_SUMS64, MOESAIC_SUMS32(16), MOESAIC_SUMS32(24)
 #define MOESAIC_TEN(t) \
@@ -231,11 +245,11 @@ constexpr bool kIsBfloat16<__nv_bfloat16> = true;
       MOESAIC_TEN("11")
 
 // One instruction: its sums, then the two descriptors, whether to add to the sums, and which operands lie across.
-#define MOESAIC_WGMMA(n, type, names, a, b, add, left_across, right_across, outputs)                          \
+#define MOESAIC_WGMMA(n, type, names, a, b, add, left_across, right_across, ...)                              \
   asm volatile("{.reg .pred p; setp.ne.b32 p, %" add ", 0;\n"                                                 \
                "wgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type " {" names "}, %" a ", %" b       \
                ", p, 1, 1, %" left_across ", %" right_across ";}"                                             \
-               : outputs                                                                                      \
+               : __VA_ARGS__                                                                                  \
                : "l"(left.bits), "l"(right.bits), "r"(1), "n"(kLeftAcross ? 1 : 0), "n"(kRightAcross ? 1 : 0))
 #define MOESAIC_WGMMAS(type)                                                                                     \
   if constexpr (kColumns == 64) {                                                                                \
@@ -259,6 +273,41 @@ __device__ __forceinline__ void wgmma(PendingProducts&, float (&sums)[kParts][kR
   }
 }
 
+#undef MOESAIC_SUM
+#define MOESAIC_SUM(j, i, v) sums[j][2 * (i) + (v)]
+#define MOESAIC_NAMES40 MOESAIC_NAMES30 MOESAIC_TEN("3")
+#define MOESAIC_NAMES70 MOESAIC_NAMES60 MOESAIC_TEN("6")
+#define MOESAIC_WGMMAS_OF(type)                                                                                   \
+  if constexpr (kColumns == 32) {                                                                                 \
+    MOESAIC_WGMMA("32", type, MOESAIC_TEN("") "%10, %11, %12, %13, %14, %15", "16", "17", "18", "19", "20",         \
+                  MOESAIC_SUMS16(0));                                                                             \
+  } else if constexpr (kColumns == 64) {                                                                          \
+    MOESAIC_WGMMA("64", type, MOESAIC_NAMES30 "%30, %31", "32", "33", "34", "35", "36", MOESAIC_SUMS32(0));         \
+  } else if constexpr (kColumns == 96) {                                                                          \
+    MOESAIC_WGMMA("96", type, MOESAIC_NAMES40 "%40, %41, %42, %43, %44, %45, %46, %47", "48", "49", "50", "51",     \
+                  "52", MOESAIC_SUMS32(0), MOESAIC_SUMS16(8));                                                    \
+  } else if constexpr (kColumns == 128) {                                                                         \
+    MOESAIC_WGMMA("128", type, MOESAIC_NAMES60 "%60, %61, %62, %63", "64", "65", "66", "67", "68", MOESAIC_SUMS64); \
+  } else {                                                                                                        \
+    MOESAIC_WGMMA("144", type, MOESAIC_NAMES70 "%70, %71", "72", "73", "74", "75", "76", MOESAIC_SUMS64,            \
+                  MOESAIC_SUMS4(16), MOESAIC_SUMS4(17));                                                          \
+  }
+
+template <typename T, bool kLeftAcross, bool kRightAcross, int kColumns, int kBlocks>
+__device__ __forceinline__ void wgmma_columns(PendingProducts&, float (&sums)[kBlocks][4], SharedMatrix left,
+                                              SharedMatrix right) {
+  static_assert(kColumns <= 8 * kBlocks, "sums for all columns");
+  static_assert(kColumns % 32 == 0 && kColumns <= 128 || kColumns == 144, "the widths there are");
+  if constexpr (kIsBfloat16<T>) {
+    MOESAIC_WGMMAS_OF("bf16")
+  } else {
+    MOESAIC_WGMMAS_OF("f16")
+  }
+}
+
+#undef MOESAIC_WGMMAS_OF
+#undef MOESAIC_NAMES70
+#undef MOESAIC_NAMES40
 #undef MOESAIC_WGMMAS
 #undef MOESAIC_WGMMA
 #undef MOESAIC_NAMES120
@@ -268,6 +317,7 @@ __device__ __forceinline__ void wgmma(PendingProducts&, float (&sums)[kParts][kR
 #undef MOESAIC_SUMS128
 #undef MOESAIC_SUMS64
 #undef MOESAIC_SUMS32
+#undef MOESAIC_SUMS16
 #undef MOESAIC_SUMS4
 #endif
 #undef MOESAIC_SUM

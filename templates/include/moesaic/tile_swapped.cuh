@@ -1,0 +1,124 @@
+// A tile of a product on Hopper's tensor cores by wgmma (sm_90a), the operands swapped: the columns of the weight are the
+// instruction's rows, the tile's rows its columns. Of those an instruction has as many as there are, in few steps, so that a
+// tile has 144 rows at most, and an expert's rows are shared out evenly (`EvenTiles` in experts.cuh): where rows come in
+// steps of 128, an expert of 257 takes a third tile, which reads the weight once more for one row.
+//
+// Used like a cooperative tile of tile_wgmma.cuh. Both warpgroups have all rows; each has half of the columns: 64 of both
+// parts, or 128. Where values are: row 8 j + 2 t + v, v < 2, column 64 b + 16 w + g + 8 r of the warpgroup's is
+// values[b][j][2 r + v], with w the warp, g = lane / 4, t = lane % 4; of two parts, b is the part. They leave by
+// `StagedColumns` (staged.cuh).
+//
+// What bounds it: per 256 x 136 x 64, 1088 cycles of the tensor cores, a pair wants 33 KiB a block from the L2 cache.
+#pragma once
+
+#include "moesaic/staged.cuh"
+#include "moesaic/wgmma_stages.cuh"
+
+namespace moesaic {
+
+template <typename T, class Shape, Fetch kLeft, Fetch kRight, int kStagedBytes>
+class SwappedTile
+    : public WgmmaStages<T, Shape, kLeft, kRight, kStagedBytes, Shape::kThreads - kFetchThreads, 0> {
+  using Stages = WgmmaStages<T, Shape, kLeft, kRight, kStagedBytes, Shape::kThreads - kFetchThreads, 0>;
+  using typename Stages::Left;
+  using typename Stages::Right;
+  using Stages::advance, Stages::full, Stages::kCopies, Stages::kStageBytes, Stages::own_group, Stages::parity_,
+      Stages::release, Stages::stage_, Stages::stages_;
+
+ public:
+  using Stages::kGroups, Stages::kPair, Stages::kWorkers;
+  static constexpr int kParts = Shape::kParts;
+  static constexpr int kGroupColumns = Shape::kN / kGroups;           // of a warpgroup, in each part
+  static constexpr int kBlocks = kParts * kGroupColumns / 64;         // of 64 columns of a part
+  static constexpr int kColumnBlocks = kBlocks / kParts;
+  static_assert(kGroupColumns % 64 == 0 && (kParts == 1 || kColumnBlocks == 1), "a warpgroup has blocks of 64 columns");
+  static_assert(!Shape::kLeftAcross, "the tile's rows lie along the sum");
+  static_assert(Shape::kM == 144 || (Shape::kM % 32 == 0 && Shape::kM <= 128), "as many rows as wgmma_columns has columns");
+
+  float values[kBlocks][Shape::kM / 8][4];
+
+  __device__ __forceinline__ explicit SwappedTile(void* shared) : Stages(shared) {}
+
+  // The warpgroup's first column, of each part.
+  static __device__ __forceinline__ int first_column() { return own_group() * kGroupColumns; }
+
+  __device__ __forceinline__ void clear() {
+    for_all([](float& value) { value = 0.0f; });
+  }
+
+  // values[..] += the sum over k < depth of left(row, k) * right_p(column, k), of what is being fetched, for the `rows` of
+  // the tile that are there; without any, only the waiting.
+  __device__ __forceinline__ void multiply(int depth, long long rows) {
+    if (rows <= 0) {
+      multiply_rows<0>(depth);
+    } else if (rows <= 32) {
+      multiply_rows<smaller(32, Shape::kM)>(depth);
+    } else if (rows <= 64) {
+      multiply_rows<smaller(64, Shape::kM)>(depth);
+    } else if (rows <= 96) {
+      multiply_rows<smaller(96, Shape::kM)>(depth);
+    } else if (rows <= 128) {
+      multiply_rows<smaller(128, Shape::kM)>(depth);
+    } else {
+      multiply_rows<Shape::kM>(depth);
+    }
+  }
+
+ private:
+  template <int kRows>
+  __device__ __forceinline__ void multiply_rows(int depth) {
+    PendingProducts pending;
+    int read = -1;  // the stage before
+#pragma unroll 1
+    for (int first = 0; first < depth; first += Shape::kK) {
+      mbarrier_wait(full(stage_), parity_);
+      if constexpr (kRows > 0) {
+        if constexpr (kCopies) shared_to_async_proxy();
+        const unsigned char* const stage = stages_ + stage_ * kStageBytes;
+        for_all(wgmma_pin);
+        wgmma_fence();
+        const SharedMatrix rows = Left::matrix(stage, 0);
+        const SharedMatrix columns = Right::matrix(stage + Left::kBytes, first_column());
+#pragma unroll
+        for (int k = 0; k < Shape::kK / 16; ++k) multiply_blocks<kRows>(pending, columns, rows, k, Blocks<kBlocks>());
+        wgmma_commit(pending);
+        wgmma_wait<1>(pending);
+      }
+      if (read >= 0) release(read);
+      read = stage_;
+      advance();
+    }
+    if constexpr (kRows > 0) {
+      wgmma_wait<0>(pending);
+      for_all(wgmma_pin);
+    }
+    if (read >= 0) release(read);
+  }
+
+  template <int kCount>
+  struct Blocks {};
+
+  // Block after block of 64 columns: which one is a constant of the instruction's registers.
+  template <int kRows, int kCount>
+  __device__ __forceinline__ void multiply_blocks(PendingProducts& pending, SharedMatrix columns, SharedMatrix rows, int k,
+                                                  Blocks<kCount>) {
+    if constexpr (kCount > 1) multiply_blocks<kRows>(pending, columns, rows, k, Blocks<kCount - 1>());
+    constexpr int kBlock = kCount - 1;
+    constexpr int kFurther = kParts == 1 ? 64 : Shape::kN;  // where the next block's columns lie in a stage
+    wgmma_columns<T, Shape::kRightAcross, false, kRows>(
+        pending, values[kBlock], columns + (kBlock * kFurther * kSwizzledLine + k * Right::kStepBytes),
+        rows + k * Left::kStepBytes);
+  }
+
+  template <class Function>
+  __device__ __forceinline__ void for_all(const Function& function) {
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b)
+#pragma unroll
+      for (int j = 0; j < Shape::kM / 8; ++j)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) function(values[b][j][i]);
+  }
+};
+
+}  // namespace moesaic

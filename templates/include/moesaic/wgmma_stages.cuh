@@ -1,0 +1,321 @@
+// Both operands of a product on their way to Hopper's tensor cores (sm_90a): bf16 and half.
+//
+// The last four warps of a block fetch, the others multiply: kStages of 64 steps of both operands go round in shared
+// memory, `full` says that a stage is there, `empty` that it has been read. Who fetches runs ahead, into the next tile, too,
+// while the others are still busy with what follows a product.
+//
+// An operand is fetched in one of three ways:
+//
+//   kLines   line by line, by copies of all fetching threads; `left(r)`, `right(part, r)` as in tile.cuh
+//   kBoxes   by the copy engine; what is passed is a `Boxes`
+//   kShared  the same, for a pair of blocks (a cluster) that compute neighbouring tiles at the same time, `together`: each
+//            asks for half of it, for both. Otherwise each asks for all of its own
+//
+// Both blocks of a pair do the same number of steps, one after the other, whatever they find to do.
+#pragma once
+
+#include "moesaic/tile_copied.cuh"
+#include "moesaic/wgmma.cuh"
+
+namespace moesaic {
+
+enum class Fetch { kLines, kBoxes, kShared };
+
+constexpr int kFetchThreads = 128;
+
+// Where the boxes of an operand lie: lines are rows of a matrix of `map`. Along the sum, the tile's first row (or column, of
+// part 0) is row `first`, and step k is column `step` + k; across it, they are column `first`, and row `step` + k. Part 1
+// begins `apart` after part 0. Boxes have kBoxRows rows along, 64 across.
+template <int kBoxRows_>
+struct Boxes {
+  static constexpr int kBoxRows = kBoxRows_;
+  const TensorMap& map;
+  int matrix, first, step, apart;
+};
+
+// The same for an operand whose rows after the last step are others, which must count as zeros: rows that lie across the
+// sum. Its last steps, less than a stage of them, are fetched line by line.
+template <class Lines>
+struct BoxesAndLines {
+  Boxes<64> boxes;
+  Lines lines;
+};
+
+// The steps of one operand in a stage: groups of lines of 128 bytes, swizzled.
+template <typename T, bool kAcross, int kRows, int kParts, int kAlign, int kFirstThread, Fetch kHow, int kPair>
+class WgmmaOperand {
+  static constexpr int kK = kSwizzledLine / static_cast<int>(sizeof(T));
+  using Chunks = OperandChunks<T, kAcross, kRows, kParts, kK, 8, kFetchThreads, kFirstThread>;
+  static constexpr int kGroupBytes = kK * kSwizzledLine;  // of 64 rows that lie across
+  static_assert(!kAcross || kRows % 64 == 0, "groups of 64 rows");
+  static constexpr bool kSkips = !kAcross && kParts == 1 && kHow == Fetch::kBoxes;
+
+ public:
+  static constexpr int kBytes = kParts * kRows * kSwizzledLine;
+
+  template <class Row>
+  __device__ __forceinline__ void find(const Row& row, int depth, int extent) {
+    copied_.find(row, 0, depth, extent);
+  }
+  template <int kBoxRows>
+  __device__ __forceinline__ void find(const Boxes<kBoxRows>&, int, int) {}
+  template <class Lines>
+  __device__ __forceinline__ void find(const BoxesAndLines<Lines>& operand, int depth, int extent) {
+    copied_.find(operand.lines, depth / kK * kK, depth, extent);
+  }
+
+  // How many bytes the copy engine brings for the steps from `first` on. Boxes past `extent` do not come, where a row of
+  // the tile belongs to one box and no other block waits for it.
+  template <class Row>
+  static __device__ __forceinline__ int boxed_bytes(const Row&, int, int, int) { return 0; }
+  template <int kBoxRows>
+  static __device__ __forceinline__ int boxed_bytes(const Boxes<kBoxRows>&, int, int, int extent) {
+    if constexpr (!kSkips) return kBytes;
+    return smaller(kRows / kBoxRows, (extent + kBoxRows - 1) / kBoxRows) * kBoxRows * kSwizzledLine;
+  }
+  template <class Lines>
+  static __device__ __forceinline__ int boxed_bytes(const BoxesAndLines<Lines>&, int first, int depth, int) {
+    return first + kK <= depth ? kBytes : 0;
+  }
+
+  // Asks for the steps from `first` on: one thread for boxes, all for lines.
+  template <class Row>
+  static __device__ __forceinline__ void fetch_boxes(unsigned char*, Mbarrier*, const Row&, int, int, int, bool) {}
+  template <int kBoxRows>
+  static __device__ __forceinline__ void fetch_boxes(unsigned char* stage, Mbarrier* full, const Boxes<kBoxRows>& boxes,
+                                                     int first, int /*depth*/, int extent, bool together) {
+    constexpr int kBox = kAcross ? 64 : kBoxRows;  // rows (columns) of the tile in a box
+    constexpr int kBoxes = kParts * kRows / kBox;
+    static_assert(kRows % kBox == 0, "boxes belong to one part");
+    static_assert(kHow != Fetch::kShared || kBoxes % kPair == 0, "and to one block of a pair");
+    const bool halves = kHow == Fetch::kShared && kPair == 2 && together;
+    const int rank = kPair == 1 ? 0 : static_cast<int>(blockIdx.x) % kPair;
+    const int begin = halves ? rank * (kBoxes / kPair) : 0;
+#pragma unroll
+    for (int n = 0; n < kBoxes; ++n) {
+      const int box = begin + n;
+      if (halves && n >= kBoxes / kPair) break;
+      if (kSkips && box * kBox >= extent) break;
+      const int row = boxes.first + box * kBox / kRows * boxes.apart + box * kBox % kRows;
+      const int step = boxes.step + first;
+      unsigned char* const to = stage + box * kBox * kSwizzledLine;
+      if (halves) {
+        copy_box_to_pair(to, boxes.map, kAcross ? row : step, kAcross ? step : row, boxes.matrix, full);
+      } else {
+        copy_box(to, boxes.map, kAcross ? row : step, kAcross ? step : row, boxes.matrix, full);
+      }
+    }
+  }
+  template <class Lines>
+  static __device__ __forceinline__ void fetch_boxes(unsigned char* stage, Mbarrier* full,
+                                                     const BoxesAndLines<Lines>& operand, int first, int depth,
+                                                     int extent, bool together) {
+    if (first + kK <= depth) fetch_boxes(stage, full, operand.boxes, first, depth, extent, together);
+  }
+
+  template <class Row>
+  __device__ __forceinline__ void fetch_lines(unsigned char* stage, const Row& row, int first, int depth, int extent) {
+    copied_.ask(row, first, depth, extent);
+    copy_lines(stage, first, depth, extent);
+  }
+  template <int kBoxRows>
+  __device__ __forceinline__ void fetch_lines(unsigned char*, const Boxes<kBoxRows>&, int, int, int) {}
+  template <class Lines>
+  __device__ __forceinline__ void fetch_lines(unsigned char* stage, const BoxesAndLines<Lines>& operand, int first,
+                                              int depth, int extent) {
+    static_assert(kAcross, "lines along the sum end where the matrix does");
+    if (first + kK > depth) copy_lines(stage, first, depth, extent);
+  }
+
+  // Takes where the lines of the next stage lie, which `fetch_lines` has asked for.
+  template <class Row>
+  __device__ __forceinline__ void take(const Row&) {
+    copied_.take();
+  }
+  template <int kBoxRows>
+  __device__ __forceinline__ void take(const Boxes<kBoxRows>&) {}
+  template <class Lines>
+  __device__ __forceinline__ void take(const BoxesAndLines<Lines>&) {}
+
+  // Of the rows from `first_row` on, a multiple of 64.
+  static __device__ __forceinline__ SharedMatrix matrix(const unsigned char* stage, int first_row) {
+    return shared_matrix(stage + first_row * kSwizzledLine, kGroupBytes);
+  }
+  // How much further the next 16 steps lie.
+  static constexpr int kStepBytes = kAcross ? 16 * kSwizzledLine : 16 * static_cast<int>(sizeof(T));
+
+ private:
+  __device__ __forceinline__ void copy_lines(unsigned char* stage, int first, int depth, int extent) {
+    copied_.fetch(stage, first, depth, extent, [](int line, int chunk) {
+      return kAcross ? chunk / 8 * kGroupBytes + swizzled(line, chunk % 8) : swizzled(line, chunk);
+    });
+  }
+
+  CopiedOperand<T, kAcross, kK, kAlign, Chunks> copied_;
+};
+
+// The stages of a block, and the roles of its threads. A stage is free again when kOwners threads of either block of a pair
+// have read it. `kStagedBytes` of shared memory are each warpgroup's own, for what leaves by boxes; kTurns barriers are the
+// tile's, of four arrivals.
+template <typename T, class Shape, Fetch kLeft, Fetch kRight, int kStagedBytes, int kOwners_, int kTurns>
+class WgmmaStages {
+  static_assert(sizeof(T) == 2, "elements of 16 bits");
+  static_assert(Shape::kK == 64 && Shape::kStages >= 2, "stages of 64 steps: read, fetched");
+  static_assert(kLeft != Fetch::kShared || kRight != Fetch::kShared, "a pair has one operand in common");
+
+ public:
+  // Blocks that fetch for each other. The emulator runs blocks one by one.
+#ifdef MOESAIC_EMULATE
+  static constexpr int kPair = 1;
+#else
+  static constexpr int kPair = kLeft == Fetch::kShared || kRight == Fetch::kShared ? 2 : 1;
+#endif
+  static constexpr int kWorkers = Shape::kThreads - kFetchThreads;  // threads that multiply
+  static constexpr int kGroups = kWorkers / 128;
+  static constexpr int kOwners = kOwners_;  // threads that share a tile
+  // Registers of a thread that fetches, which holds addresses of lines, and of one that multiplies. A multiprocessor has 504
+  // for one thread of each warpgroup.
+  static constexpr int kFetchRegisters = kLeft != Fetch::kLines && kRight != Fetch::kLines ? 40
+                                         : Shape::kM > 128 || kLeft == kRight              ? 88
+                                         : kOwners < kWorkers                              ? 64
+                                                                                           : 72;
+  static constexpr int kWorkRegisters = smaller(240, (504 - kFetchRegisters) / kGroups / 8 * 8);
+
+ protected:
+  using Left = WgmmaOperand<T, Shape::kLeftAcross, Shape::kM, 1, Shape::kLeftAlign, kWorkers, kLeft, kPair>;
+  using Right =
+      WgmmaOperand<T, Shape::kRightAcross, Shape::kN, Shape::kParts, Shape::kRightAlign, kWorkers, kRight, kPair>;
+  static constexpr bool kCopies = kLeft == Fetch::kLines || kRight == Fetch::kLines;
+  // Lines aligned to less than a copy takes are stored; what arrives by itself is only after copies.
+  static constexpr bool kStores = (kLeft == Fetch::kLines && Shape::kLeftAlign < 4) ||
+                                  (kRight == Fetch::kLines && Shape::kRightAlign < 4);
+  static constexpr bool kAsks = kLeft != Fetch::kLines || kRight != Fetch::kLines;
+  static_assert(kWorkers > 0 && kWorkers % 128 == 0, "whole warpgroups");
+  static constexpr int kStageBytes = Left::kBytes + Right::kBytes;
+  static_assert(kStagedBytes % kSwizzledBlock == 0, "boxes stay aligned");
+  static_assert(Left::kBytes % kSwizzledBlock == 0 && Right::kBytes % kSwizzledBlock == 0, "stages stay aligned");
+
+ public:
+  // Stages, the gap before them that lets them begin at a whole block, two barriers for each, and two more.
+  static constexpr int kSharedBytes =
+      Shape::kStages * (kStageBytes + 16) + kGroups * kStagedBytes + 16 + kSwizzledBlock - 16;
+  static_assert(kTurns <= 2, "room for two");
+
+  __device__ __forceinline__ explicit WgmmaStages(void* shared) {
+    const size_t misaligned = reinterpret_cast<size_t>(__cvta_generic_to_shared(shared)) % kSwizzledBlock;
+    stages_ = static_cast<unsigned char*>(shared) + (kSwizzledBlock - misaligned) % kSwizzledBlock;
+    if (threadIdx.x == 0) {
+      for (int stage = 0; stage < Shape::kStages; ++stage) {
+        mbarrier_init(full(stage), (kCopies ? kFetchThreads : 0) + (kAsks ? 1 : 0));
+        mbarrier_init(empty(stage), kOwners / 32 * kPair);
+      }
+      for (int turn = 0; turn < kTurns; ++turn) mbarrier_init(turn_of(turn), 4);
+      mbarrier_ready();
+    }
+    sync();
+  }
+
+  // Nobody leaves while the other block of the pair may still write to, or arrive in, its shared memory.
+  __device__ __forceinline__ void finish() const {
+    if constexpr (kPair == 2) sync_pair();
+  }
+
+  static __device__ __forceinline__ bool fetches() { return threadIdx.x >= kWorkers; }
+  // Which block of its pair this is.
+  static __device__ __forceinline__ int rank() { return kPair == 1 ? 0 : static_cast<int>(blockIdx.x) % kPair; }
+  // The warpgroup's memory for boxes that leave.
+  __device__ __forceinline__ unsigned char* staged() const {
+    return stages_ + Shape::kStages * kStageBytes + own_group() * kStagedBytes;
+  }
+
+  // Fetches the steps of a product; see tile.cuh for lines and extents.
+  template <class LeftRows, class RightRows>
+  __device__ __forceinline__ void fetch(const LeftRows& left_rows, const RightRows& right_rows, int depth,
+                                        int left_extent, int right_extent, bool together) {
+    const bool asks = threadIdx.x == kWorkers;
+    if (!kCopies && !asks) return;
+    const auto left_lines = lines_of(left_rows);
+    Left left;
+    Right right;
+    left.find(left_lines, depth, left_extent);
+    right.find(right_rows, depth, right_extent);
+#pragma unroll 1
+    for (int first = 0; first < depth; first += Shape::kK) {
+      unsigned char* const stage = stages_ + stage_ * kStageBytes;
+      mbarrier_wait(empty(stage_), parity_ ^ 1);
+      if (kAsks && asks) {
+        const int bytes = Left::boxed_bytes(left_lines, first, depth, left_extent) +
+                          Right::boxed_bytes(right_rows, first, depth, right_extent);
+        mbarrier_arrive_and_expect(full(stage_), bytes);
+        Left::fetch_boxes(stage, full(stage_), left_lines, first, depth, left_extent, together);
+        Right::fetch_boxes(stage + Left::kBytes, full(stage_), right_rows, first, depth, right_extent, together);
+      }
+      if constexpr (kCopies) {
+        // What comes line by line in every stage comes last: no branch between its question and the arrival.
+        if constexpr (kRight == Fetch::kLines) left.fetch_lines(stage, left_lines, first, depth, left_extent);
+        right.fetch_lines(stage + Left::kBytes, right_rows, first, depth, right_extent);
+        if constexpr (kRight != Fetch::kLines) left.fetch_lines(stage, left_lines, first, depth, left_extent);
+        if constexpr (kStores) {
+          copy_commit();
+          copy_wait<0>();
+          mbarrier_arrive_and_expect(full(stage_), 0);
+        } else {
+          mbarrier_arrive_after_copies(full(stage_));
+        }
+        left.take(left_lines);
+        right.take(right_rows);
+      }
+      advance();
+    }
+  }
+
+ protected:
+  static __device__ __forceinline__ void sync() {
+    if constexpr (kPair == 2) {
+      sync_pair();
+    } else {
+      __syncthreads();
+    }
+  }
+
+  __device__ __forceinline__ Mbarrier* full(int stage) const {
+    return reinterpret_cast<Mbarrier*>(stages_ + Shape::kStages * kStageBytes + kGroups * kStagedBytes) + stage;
+  }
+  __device__ __forceinline__ Mbarrier* empty(int stage) const { return full(Shape::kStages + stage); }
+  __device__ __forceinline__ Mbarrier* turn_of(int group) const { return full(2 * Shape::kStages + group); }
+
+  static __device__ __forceinline__ int own_group() { return static_cast<int>(threadIdx.x) / 128; }
+
+  __device__ __forceinline__ void advance() {
+    if (++stage_ == Shape::kStages) {
+      stage_ = 0;
+      parity_ ^= 1;
+    }
+  }
+
+  // A warp has read a stage: it says so to whoever writes to it, lane by lane.
+  __device__ __forceinline__ void release(int stage) const {
+    __syncwarp();
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    if (lane < kPair) mbarrier_arrive_in(empty(stage), lane);
+  }
+
+  // The right operand's functions take a part; so that both look alike, the left's do, too.
+  template <class Row>
+  static __device__ __forceinline__ auto lines_of(const Row& row) {
+    return [&row](int, int r) { return row(r); };
+  }
+  template <int kBoxRows>
+  static __device__ __forceinline__ const Boxes<kBoxRows>& lines_of(const Boxes<kBoxRows>& boxes) { return boxes; }
+  template <class Lines>
+  static __device__ __forceinline__ auto lines_of(const BoxesAndLines<Lines>& operand) {
+    const auto lines = [&operand](int, int r) { return operand.lines(r); };
+    return BoxesAndLines<decltype(lines)>{operand.boxes, lines};
+  }
+
+  unsigned char* stages_;
+  int stage_ = 0;  // the next one
+  unsigned parity_ = 0;
+};
+
+}  // namespace moesaic
