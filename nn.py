@@ -30,8 +30,8 @@ class MoELayer(torch.nn.Module):
 
     Weights have the type that the module is made with or moved to, and shapes as in checkpoints of transformers. What a
     router learns stays float32, also after ``.to(torch.bfloat16)``: the selection bias, a buffer ``bias``, which
-    `LoadTracker` or ``moesaic.update_bias`` move, and the parameters ``gate_bias``, ``expert_scale``, ``router_scale``.
-    FSDP2 shards parameters of one type: where there are such, keep all in float32, and have its policy cast them.
+    `LoadTracker` or ``moesaic.update_bias`` move, and the parameters ``gate_bias``, ``expert_scale``, ``router_scale``
+    ([1], for FSDP2 has no parameters without a dimension). FSDP2 shards parameters of one type: where there are such, keep all in float32, and have its policy cast them.
 
     ``load_state_dict`` also takes the names of transformers' blocks (``gate.weight``, ``experts.gate_up_proj``,
     ``shared_expert.up_proj.weight`` ...); `hf_state_dict` gives them back.
@@ -74,7 +74,7 @@ class MoELayer(torch.nn.Module):
             if argument.name == "bias":
                 self.register_buffer("bias", torch.empty(shape, dtype=torch.float32, device=device))
             else:
-                self.register_parameter(argument.name, _parameter(shape, torch.float32, device))
+                self.register_parameter(argument.name, _parameter(shape or [1], torch.float32, device))
         self.reset_parameters()
         self.register_load_state_dict_pre_hook(_rename)
 
@@ -98,6 +98,8 @@ class MoELayer(torch.nn.Module):
         """
         own = {n: getattr(self, n) for n in self.moe.parameters}
         own |= {n: getattr(self, n).float() for n in self._state}  # which FSDP2 casts for a pass, if it casts all
+        if "router_scale" in own:
+            own["router_scale"] = own["router_scale"].reshape(())
         if self.main_grads and torch.is_grad_enabled():
             mains = {n: own[n].main_grad for n in self.moe.parameters if getattr(own[n], "main_grad", None) is not None}
             if mains:
@@ -289,6 +291,8 @@ def _rename(layer: MoELayer, state: dict[str, Any], prefix: str, *_: Any) -> Non
         move(f"{gate}expert_scale", "expert_scale")
         move(f"{gate}router_scale", "router_scale")
     move("e_score_correction_bias", "bias")
+    if f"{prefix}router_scale" in state:  # one number, whatever its shape
+        state[f"{prefix}router_scale"] = state[f"{prefix}router_scale"].reshape(1)
     move("shared_expert_gate.weight", "shared_gate")
     for name in [n for n in found if n.startswith("experts.")]:
         move(name, name.removeprefix("experts."))

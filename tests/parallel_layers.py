@@ -84,7 +84,8 @@ def data_parallel(rank: int, port: int) -> None:
                 torch.testing.assert_close(parameter.grad.full_tensor(), wanted[name], rtol=1e-4, atol=1e-5)
 
         learned = replace(
-            BIASED, router=replace(BIASED.router, selection_bias=False, gate_bias=True, expert_scale=True)
+            BIASED,
+            router=replace(BIASED.router, selection_bias=False, gate_bias=True, expert_scale=True, router_scale=True),
         )
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         cast: Any = fully_shard(layer_of(learned), mp_policy=policy)

@@ -41,6 +41,7 @@ def test_parameters_have_the_names_of_inputs() -> None:
     assert {"gate_bias", "expert_scale", "router_scale", "gate_up_proj_bias", "down_proj_bias"} <= {
         n for n, _ in learned.named_parameters()
     }
+    assert learned.router_scale.shape == (1,)  # FSDP2 refuses those without a dimension
     assert learned.expert_scale.eq(1).all() and not learned.gate_bias.any() and learned.down_proj.std() > 0.2
     assert "experts=5, top_k=3, hidden=24" in repr(layer)
 
