@@ -30,8 +30,9 @@ class MoELayer(torch.nn.Module):
 
     Weights have the type that the module is made with or moved to, and shapes as in checkpoints of transformers. What a
     router learns stays float32, also after ``.to(torch.bfloat16)``: the selection bias, a buffer ``bias``, which
-    `LoadTracker` or ``moesaic.update_bias`` move, and the parameters ``gate_bias``, ``expert_scale``, ``router_scale``
-    ([1], for FSDP2 has no parameters without a dimension). FSDP2 shards parameters of one type: where there are such, keep all in float32, and have its policy cast them.
+    `LoadTracker` or ``moesaic.update_bias`` move, and the parameters ``gate_bias``, ``expert_scale`` and
+    ``router_scale`` ([1]: FSDP2 takes no parameter without a dimension). FSDP2 shards parameters of one type: where
+    there are such, keep all in float32, and have its policy cast them.
 
     ``load_state_dict`` also takes the names of transformers' blocks (``gate.weight``, ``experts.gate_up_proj``,
     ``shared_expert.up_proj.weight`` ...); `hf_state_dict` gives them back.

@@ -12,7 +12,7 @@ from moesaic.codegen.target import Target
 from moesaic.ir import environment
 from moesaic.ir.core import Function, Value
 from moesaic.ir.errors import InputError
-from moesaic.ir.ops import row, slot
+from moesaic.ir.ops import col, row, slot
 from moesaic.ir.types import TensorType, dim_value
 from moesaic.runtime.card import LANES, Card
 from moesaic.runtime.program import Program
@@ -129,7 +129,7 @@ def draw_inputs(
     Raises:
         InputError: an input's type has a dimension other than T.
     """
-    segments = next((str(op.attributes["segments"]) for op in function.body.ops if op.attributes.get("segments")), "")
+    segments = col.segments_of(function)
     generator = torch.Generator(device).manual_seed(seed)
     among: dict[Value, int] = {op.indices: op.experts for op in function.body.ops if isinstance(op, slot.Dispatch)}
     among |= {op.indices: op.size for op in function.body.ops if isinstance(op, row.Given)}

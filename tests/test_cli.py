@@ -759,6 +759,29 @@ def test_run_checks_the_kernels(moesaic: Invoke, small: Path) -> None:
     ]
 
 
+def test_run_has_tokens_in_sequences_where_a_loss_does(moesaic: Invoke, tmp_path: Path) -> None:
+    from moesaic.ir.declare import Router
+    from moesaic.ir.losses import LoadBalance
+    from moesaic.ir.types import DType
+    from moesaic.runtime.commands import tensors
+
+    path = tmp_path / "sequences.moe"
+    for order, tokens in (("batch_first", 12), ("sequence_first", 13)):
+        router = Router(6, 2, losses={"balance": LoadBalance(segments=order)})
+        path.write_text(str(router.module(DType.F32)))
+        status, out, _ = moesaic("run", path, "--backend", "reference", "--tokens", tokens, "--json")
+        found = {t["name"]: t for t in json.loads(out)["tensors"]}
+        assert status == 0 and found["d_logits"]["shape"] == f"[{tokens}, 6]" and found["loss_balance"]["mean"] > 0
+    module = router.module(DType.F32)
+    # Two outcomes of tokens in sequences are held against each other by token, near-ties too.
+    inputs = tensors.draw_inputs(module.entry, 12, 0)
+    ours, reference = (tensors.execute(module, "reference", inputs, 0) for _ in range(2))
+    assert tensors.compare(module.entry, inputs, ours, reference).ok
+    ours.outputs["indices"][5, 0] += 1
+    wrong = tensors.compare(module.entry, inputs, ours, reference)
+    assert not wrong.ok and wrong.differing == (5,)
+
+
 @pytest.fixture
 def outcomes(small: Path):
     """A function, inputs for it, and two equal outcomes of the reference."""

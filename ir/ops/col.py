@@ -11,11 +11,24 @@ from collections.abc import Callable, Sequence
 
 from moesaic.ir import core
 from moesaic.ir.arrays import Array, ArrayNamespace
-from moesaic.ir.core import Op, Value, create_one, operand, optional_operand, result
+from moesaic.ir.core import Function, Op, Value, create_one, operand, optional_operand, result
+from moesaic.ir.errors import InputError
 from moesaic.ir.ops.row import check_picks
 from moesaic.ir.types import Dim, DType, TensorType
 
 SEGMENTS = ("", "batch_first", "sequence_first")
+
+
+def segments_of(function: Function) -> str:
+    """In which order the sequences of a function's tokens lie; empty where nothing is by sequence.
+
+    Raises:
+        InputError: it computes by sequence in two orders.
+    """
+    found = {str(op.attributes["segments"]) for op in function.body.ops if op.attributes.get("segments")}
+    if len(found) > 1:
+        raise InputError(f"@{function.name} computes by sequence in two orders of tokens: {', '.join(sorted(found))}")
+    return found.pop() if found else ""
 
 
 class ColumnReduction(Op):

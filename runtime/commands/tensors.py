@@ -9,6 +9,7 @@ import torch
 
 from moesaic.ir.core import Function, Module
 from moesaic.ir.errors import InputError
+from moesaic.ir.ops import col
 from moesaic.ir.types import Affine, TensorType, dim_value
 from moesaic.runtime.compile import compile
 from moesaic.runtime.reference import TORCH_DTYPES, evaluate
@@ -56,18 +57,31 @@ def draw(type: TensorType, tokens: int, generator: torch.Generator) -> torch.Ten
 
 
 def draw_inputs(function: Function, tokens: int, seed: int, device: str = "cpu") -> dict[str, torch.Tensor]:
-    """Random inputs of a function by name; equal for equal seeds."""
+    """Random inputs of a function by name, rows by token; equal for equal seeds. Not the one that says how many
+    sequences there are, which a layer makes itself."""
     generator = torch.Generator().manual_seed(seed)
-    return {a.name: draw(a.type, tokens, generator).to(device) for a in function.arguments}
+    return {a.name: draw(a.type, tokens, generator).to(device) for a in function.arguments if a.type.leading != "N"}
 
 
 def execute(module: Module, backend: str, inputs: Tensors, seed: int, *, forward_only: bool = False) -> Outcome:
-    """Runs a module forward, and backward with random cotangents that depend on the seed alone."""
+    """Runs a module forward, and backward with random cotangents that depend on the seed alone.
+
+    Where a loss is by sequence, tokens are up to four sequences; inputs and outcome still have a row for each token.
+    """
     layer = compile(module, backend=backend)
     leaves = {n: t.clone().requires_grad_(t.is_floating_point() and not forward_only) for n, t in inputs.items()}
-    (_, first), *others = leaves.items()
+    function = module.entry
+    segments = col.segments_of(function)
+    given = dict(leaves)
+    if segments:
+        types = {a.name: a.type for a in function.arguments}
+        given = {n: _in_sequences(t, segments) if types[n].leading == "T" else t for n, t in leaves.items()}
+    (_, first), *others = given.items()
     result = layer(first, **dict(others))
     outputs = dict(zip(result._fields, result, strict=True))
+    if segments:
+        made = dict(zip(function.result_names, function.result_types, strict=True))
+        outputs = {n: o.flatten(0, 1) if made[n].leading == "T" else o for n, o in outputs.items()}
     generator = torch.Generator().manual_seed(seed + 1)
     # Random, because a sum of normalised weights is constant and its gradient would test nothing.
     drawn = {n: torch.randn(o.shape, generator=generator) for n, o in outputs.items() if o.is_floating_point()}
@@ -79,6 +93,14 @@ def execute(module: Module, backend: str, inputs: Tensors, seed: int, *, forward
         found = torch.autograd.grad([outputs[n] for n in flowing], [*wanted.values()], cotangents, allow_unused=True)
         gradients = {f"d_{n}": g for n, g in zip(wanted, found, strict=True) if g is not None}
     return Outcome({n: o.detach() for n, o in outputs.items()}, gradients)
+
+
+def _in_sequences(rows: torch.Tensor, segments: str) -> torch.Tensor:
+    """[T, ...] as [sequences, T / sequences, ...], or the other way round."""
+    tokens = rows.shape[0]
+    count = next(n for n in (4, 3, 2, 1) if tokens % n == 0)
+    sizes = (count, tokens // count) if segments == "batch_first" else (tokens // count, count)
+    return rows.reshape(*sizes, *rows.shape[1:])
 
 
 # Comparing ------------------------------------------------------------------------------------------------------------
@@ -114,7 +136,7 @@ def compare(function: Function, inputs: Tensors, ours: Outcome, reference: Outco
     A token whose picks differ is set aside if nudging the inputs by a few roundings makes the reference pick as we did;
     equal inputs are nudged equally, so that an exact tie broken the wrong way is never excused.
     """
-    tokens = next(t.shape[0] for a, t in zip(function.arguments, inputs.values(), strict=True) if _has_rows(a.type))
+    tokens = next(inputs[a.name].shape[0] for a in function.arguments if a.name in inputs and _has_rows(a.type))
     types = dict(zip(function.result_names, function.result_types, strict=True))
     picks = [n for n, t in types.items() if _has_rows(t) and not t.dtype.is_float]
     differs = torch.zeros(tokens, dtype=torch.bool)
@@ -153,6 +175,7 @@ def near_ties(
 def _nudged(function: Function, inputs: Tensors, rows: torch.Tensor) -> Iterator[Tensors]:
     declared = {a.name: a.type for a in function.arguments}
     chosen = {n: t[rows.to(t.device)] if _has_rows(declared[n]) else t for n, t in inputs.items()}
+    chosen |= {n: torch.zeros(1, 0) for n, t in declared.items() if t.leading == "N"}  # picks are those of any sequence
     for number in range(_NUDGES):
         nudged = {}
         for name, tensor in chosen.items():
