@@ -202,6 +202,7 @@ def test_recomputing_keeps_the_dispatch_alone(backend: str) -> None:
         mo.compile(experts, recompute="x")
 
 
+SWAPPED_ROWS = (17, 0, 64, 90, 117, 122, 136, 141, 257)  # of each expert
 HOPPER_TILES: list[tuple[str, dict[str, Any], set[tuple[int, int]]]] = [
     # The gradient of a weight is a sum over 320 columns: three partial sums from two tiles of 256.
     ("cooperative", {"num_experts": 2, "hidden": 128, "intermediate": 320}, {(128, 128), (128, 256), (256, 128)}),
@@ -214,7 +215,7 @@ HOPPER_TILES: list[tuple[str, dict[str, Any], set[tuple[int, int]]]] = [
         {(128, 128), (256, 128)},
     ),
     ("pingpong", {"num_experts": 3, "hidden": 200, "intermediate": 72, "bias": True}, {(128, 64), (128, 128)}),
-    ("swapped", {"num_experts": 3, "hidden": 264, "intermediate": 136}, {(144, 128), (144, 256)}),
+    ("swapped", {"num_experts": 9, "hidden": 264, "intermediate": 136}, {(144, 128), (144, 256)}),
 ]
 
 
@@ -230,9 +231,13 @@ def test_tiles_of_hopper(tile: str, kind: dict[str, Any], shapes: set[tuple[int,
         pytest.skip("wgmma is Hopper's")
     experts = mo.Experts(**kind)
     hidden = kind["hidden"]
-    # Of an expert's rows, 64 leave as a box, the rest one by one; swapped, tiles have 8 rows to 144.
-    tokens = {"": 90, "swapped": 250}.get(tile, 11)
-    given, cotangent = tensors_for(experts, tokens, 2, torch.bfloat16), cotangent_for(tokens, hidden, torch.bfloat16)
+    tokens = 11 if tile else 90  # of an expert's rows, 64 leave as a box, the rest one by one
+    ids = None
+    if tile == "swapped":  # every width that a tile may have, alone and in pairs
+        ids = torch.repeat_interleave(torch.arange(9, dtype=torch.int32), torch.tensor(SWAPPED_ROWS)).reshape(-1, 2)
+        tokens = len(ids)
+    given = tensors_for(experts, tokens, 2, torch.bfloat16, ids=ids)
+    cotangent = cotangent_for(tokens, hidden, torch.bfloat16)
     layer = mo.compile(experts, backend=backend, passes=f"specialize{{tile={tile}}}" if tile else "")
     check(run(layer, given, cotangent, device_of(backend)), exact(experts, given, cotangent), torch.bfloat16)
     kind_of_tile = "SwappedTile" if tile == "swapped" else f"WgmmaTile  schedule={tile or '[a-z]+'}"
@@ -275,7 +280,7 @@ def test_products_of_hopper_stay_in_registers_and_in_flight() -> None:
 
 @pytest.mark.nvrtc
 def test_swapped_products_stay_in_registers_and_in_flight() -> None:
-    """Whichever width a tile's rows choose: five loops of eight products."""
+    """Whichever width a tile's rows choose: each has a loop of eight products."""
     layer = mo.compile(
         mo.Experts(128, 2048, 768, dtype="bf16"), target="sm_90a", passes="specialize{tile=swapped}"
     ).layer(8, weights_dtype="bf16")
@@ -284,7 +289,8 @@ def test_swapped_products_stay_in_registers_and_in_flight() -> None:
     assert not compiled.resources.uses_local_memory
     assert "(C75" not in compiled.log, compiled.log
     sass = disassemble(compiled.cubin)
-    assert [len(re.findall(rf"HGMMA\.64x{width}x16", sass)) for width in (32, 64, 96, 128, 144)] == [8] * 5
+    widths = (32, 64, 96, 120, 128, 136, 144)
+    assert [len(re.findall(rf"HGMMA\.64x{width}x16", sass)) for width in widths] == [8] * len(widths)
     assert "STSM" in sass
 
 

@@ -1,6 +1,7 @@
 // Products of matrices in shared memory by a warpgroup (PTX `wgmma`): what one thread of it does. Here and not in a header
 // of the device, because kernels are compiled with little optimisation.
 #include <cstring>
+#include <type_traits>
 
 #include "state.h"
 
@@ -12,10 +13,11 @@ constexpr unsigned kLine = 128;   // bytes of a line
 constexpr unsigned kChunk = 16;   // bytes that keep together
 constexpr int kSteps = 16;        // of a product
 constexpr int kGroup = 64;        // rows of the right operand, columns of the product, that are done at once,
-constexpr int kSmallGroup = 16;   // and what is left; a fourth of either is a thread's
+constexpr int kSmallGroup = 8;    // and what is left; a fourth of either is a thread's
 
 using Bits = std::uint16_t;
-using Floats = float __attribute__((vector_size(16)));
+using TwoFloats = float __attribute__((vector_size(8)));
+using FourFloats = float __attribute__((vector_size(16)));
 
 // Where the tensor core finds what lies at an address before swizzling.
 const unsigned char* swizzled(const unsigned char* at) {
@@ -126,6 +128,7 @@ Place place() {
 // sums[n] += row[k] * columns[k][n], one step after the other.
 template <int kOwn>
 void add_products(const float* row, const std::uint32_t* columns, float* sums) {
+    using Floats = std::conditional_t<kOwn % 4 == 0, FourFloats, TwoFloats>;
     constexpr int kVectors = kOwn * static_cast<int>(sizeof(float)) / static_cast<int>(sizeof(Floats));
     Floats sum[kVectors];
     std::memcpy(sum, sums, sizeof sum);

@@ -1,5 +1,5 @@
 // A tile of a product on Hopper's tensor cores by wgmma (sm_90a), the operands swapped: the columns of the weight are the
-// instruction's rows, the tile's rows its columns. Of those an instruction has as many as there are, in few steps, so that a
+// instruction's rows, the tile's rows its columns. Of those an instruction has as many as there are, in small steps, so that a
 // tile has 144 rows at most, and an expert's rows are shared out evenly (`EvenTiles` in experts.cuh): where rows come in
 // steps of 128, an expert of 257 takes a third tile, which reads the weight once more for one row.
 //
@@ -33,7 +33,7 @@ class SwappedTile
   static constexpr int kColumnBlocks = kBlocks / kParts;
   static_assert(kGroupColumns % 64 == 0 && (kParts == 1 || kColumnBlocks == 1), "a warpgroup has blocks of 64 columns");
   static_assert(!Shape::kLeftAcross, "the tile's rows lie along the sum");
-  static_assert(Shape::kM == 144 || (Shape::kM % 32 == 0 && Shape::kM <= 128), "as many rows as wgmma_columns has columns");
+  static_assert(Shape::kM == 144, "the widest of wgmma_columns");
 
   float values[kBlocks][Shape::kM / 8][4];
 
@@ -49,18 +49,22 @@ class SwappedTile
   // values[..] += the sum over k < depth of left(row, k) * right_p(column, k), of what is being fetched, for the `rows` of
   // the tile that are there; without any, only the waiting.
   __device__ __forceinline__ void multiply(int depth, long long rows) {
-    if (rows <= 0) {
-      multiply_rows<0>(depth);
-    } else if (rows <= 32) {
-      multiply_rows<smaller(32, Shape::kM)>(depth);
-    } else if (rows <= 64) {
-      multiply_rows<smaller(64, Shape::kM)>(depth);
-    } else if (rows <= 96) {
-      multiply_rows<smaller(96, Shape::kM)>(depth);
-    } else if (rows <= 128) {
-      multiply_rows<smaller(128, Shape::kM)>(depth);
+    if (rows > 136) {
+      multiply_rows<144>(depth);
+    } else if (rows > 128) {
+      multiply_rows<136>(depth);
+    } else if (rows > 120) {
+      multiply_rows<128>(depth);
+    } else if (rows > 96) {
+      multiply_rows<120>(depth);
+    } else if (rows > 64) {
+      multiply_rows<96>(depth);
+    } else if (rows > 32) {
+      multiply_rows<64>(depth);
+    } else if (rows > 0) {
+      multiply_rows<32>(depth);
     } else {
-      multiply_rows<Shape::kM>(depth);
+      multiply_rows<0>(depth);
     }
   }
 

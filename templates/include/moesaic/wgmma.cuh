@@ -49,7 +49,7 @@ class PendingProducts {
   // `sum_at(n)`: the sums of the first row, by column, then those of the second.
   template <int kColumns, class SumAt>
   void add(const SumAt& sum_at, const moesaic_emulate_matrix& left, const moesaic_emulate_matrix& right, bool half) {
-    static_assert(kColumns % 16 == 0 && kColumns <= kMostSums, "a width there is");
+    static_assert(kColumns % 8 == 0 && kColumns <= kMostSums, "a width there is");
     Sums& held = hold(&sum_at(0), kColumns / 2);
     if (!held.poisoned) {
       for (int n = 0; n < kColumns / 2; ++n) {
@@ -193,7 +193,7 @@ __device__ __forceinline__ void wgmma(PendingProducts& pending, float (&sums)[kP
                                       SharedMatrix left, SharedMatrix right);
 
 // The same for what is kept as the tensor cores leave it, of the first kColumns columns: sums[j][2 i + v] is that of row
-// g + 8 i, column 8 j + 2 t + v. For products whose width varies: 32, 64, 96, 128 or 144.
+// g + 8 i, column 8 j + 2 t + v. For products whose width varies: 32, 64, 96, and from 120 to 144 in steps of 8.
 template <typename T, bool kLeftAcross, bool kRightAcross, int kColumns, int kBlocks>
 __device__ __forceinline__ void wgmma_columns(PendingProducts& pending, float (&sums)[kBlocks][4], SharedMatrix left,
                                               SharedMatrix right);
@@ -286,8 +286,15 @@ __device__ __forceinline__ void wgmma(PendingProducts&, float (&sums)[kParts][kR
   } else if constexpr (kColumns == 96) {                                                                          \
     MOESAIC_WGMMA("96", type, MOESAIC_NAMES40 "%40, %41, %42, %43, %44, %45, %46, %47", "48", "49", "50", "51",     \
                   "52", MOESAIC_SUMS32(0), MOESAIC_SUMS16(8));                                                    \
+  } else if constexpr (kColumns == 120) {                                                                         \
+    MOESAIC_WGMMA("120", type, MOESAIC_TEN("") MOESAIC_TEN("1") MOESAIC_TEN("2") MOESAIC_TEN("3") MOESAIC_TEN("4")  \
+                  "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59", "60", "61", "62", "63", "64",                 \
+                  MOESAIC_SUMS32(0), MOESAIC_SUMS16(8), MOESAIC_SUMS4(12), MOESAIC_SUMS4(13), MOESAIC_SUMS4(14)); \
   } else if constexpr (kColumns == 128) {                                                                         \
     MOESAIC_WGMMA("128", type, MOESAIC_NAMES60 "%60, %61, %62, %63", "64", "65", "66", "67", "68", MOESAIC_SUMS64); \
+  } else if constexpr (kColumns == 136) {                                                                         \
+    MOESAIC_WGMMA("136", type, MOESAIC_NAMES60 "%60, %61, %62, %63, %64, %65, %66, %67", "68", "69", "70", "71",    \
+                  "72", MOESAIC_SUMS64, MOESAIC_SUMS4(16));                                                       \
   } else {                                                                                                        \
     MOESAIC_WGMMA("144", type, MOESAIC_NAMES70 "%70, %71", "72", "73", "74", "75", "76", MOESAIC_SUMS64,            \
                   MOESAIC_SUMS4(16), MOESAIC_SUMS4(17));                                                          \
@@ -297,7 +304,8 @@ template <typename T, bool kLeftAcross, bool kRightAcross, int kColumns, int kBl
 __device__ __forceinline__ void wgmma_columns(PendingProducts&, float (&sums)[kBlocks][4], SharedMatrix left,
                                               SharedMatrix right) {
   static_assert(kColumns <= 8 * kBlocks, "sums for all columns");
-  static_assert(kColumns % 32 == 0 && kColumns <= 128 || kColumns == 144, "the widths there are");
+  static_assert(kColumns == 32 || kColumns == 64 || kColumns == 96 || (kColumns >= 120 && kColumns <= 144),
+                "the widths there are");
   if constexpr (kIsBfloat16<T>) {
     MOESAIC_WGMMAS_OF("bf16")
   } else {
