@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from moesaic.ir.core import Block, BlockArgument, Module, Value
 from moesaic.ir.errors import UnsupportedError, UsageError, suggestion
-from moesaic.ir.ops import col, row
+from moesaic.ir.ops import col, row, slot
 from moesaic.ir.ops.kernel import segments_of
 from moesaic.ir.ops.launch import Kernel
 from moesaic.ir.types import DType
@@ -169,9 +169,13 @@ class Specialize(Pass):
         alignment = {"alignment": ",".join(str(aligned.get(v, 16)) for v in op.operands[: op.reads])}
         assert op.region is not None
         if op.template in ("product", "wgrad"):
-            # Rows in pieces of less than 16 bytes keep warps that fetch too busy.
-            rows = [v for v in op.operands[: op.reads] if v.type.dtype.bytes == 2 and v.type.rank > 1]
-            whole = all(aligned.get(v, 16) >= 16 and _row_bytes(v) % 16 == 0 for v in rows)
+            # Rows in pieces of less than 16 bytes keep warps that fetch too busy. Numbers of picks are no such rows.
+            read = [
+                v
+                for v, inner in zip(op.operands[: op.reads], op.region.arguments, strict=True)
+                if v.type.dtype.bytes == 2 and v.type.rank > 1 and _in_rows(op.region, inner)
+            ]
+            whole = all(aligned.get(v, 16) >= 16 and _row_bytes(v) % 16 == 0 for v in read)
             hopper = self.target == "sm_90a" and whole
             shape = product_shape(op.region, tile=self.tile, hopper=hopper, allow_tf32=self.allow_tf32)
             return {**shape.config(), **point, **alignment}
@@ -295,6 +299,12 @@ def parse_point(text: str) -> tuple[str, dict[str, str]]:
     if not symbol or not pairs or not all(name and value for name, _, value in pairs):
         raise UsageError(f"specialize: points are written kernel:name=value:..., found {text!r}")
     return symbol, {name: value for name, _, value in pairs}
+
+
+def _in_rows(region: Block, argument: Value) -> bool:
+    """Whether a kernel reads an operand in rows, rather than one number of it for each slot."""
+    users = region.users(argument)
+    return not users or any(not isinstance(user, slot.OfPick) for user in users)
 
 
 def _row_alignment(value: Value) -> int:

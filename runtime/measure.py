@@ -129,7 +129,7 @@ def draw_inputs(
     Raises:
         InputError: an input's type has a dimension other than T.
     """
-    segments = col.segments_of(function)
+    segments = col.order_of_sequences(function)
     generator = torch.Generator(device).manual_seed(seed)
     among: dict[Value, int] = {op.indices: op.experts for op in function.body.ops if isinstance(op, slot.Dispatch)}
     among |= {op.indices: op.size for op in function.body.ops if isinstance(op, row.Given)}

@@ -245,6 +245,18 @@ def test_tiles_of_hopper(tile: str, kind: dict[str, Any], shapes: set[tuple[int,
     assert shapes <= {(int(r), int(c)) for r, c in found} and "MmaTile<" not in layer.source.replace("WgmmaTile", "")
 
 
+@pytest.mark.parametrize("weight_on", ["output", "input", "middle"])
+@pytest.mark.parametrize("top_k", [1, 2, 6])
+def test_weights_of_few_picks_keep_no_product_from_hopper(weight_on: str, top_k: int) -> None:
+    """They are numbers of slots, not rows that warps fetch: that a token's are 2 or 12 bytes is no matter."""
+    experts = mo.Experts(4, 256, 512, weight_on=weight_on, dtype="bf16")
+    layer = mo.compile(experts, target="sm_90a").layer(top_k, weights_dtype="bf16")
+    products = [k.source for k in layer.kernels.values() if "using Tile" in k.source]
+    assert len(products) == 6 and all("WgmmaTile" in source for source in products)
+    narrow = mo.compile(mo.Experts(4, 252, 512, dtype="bf16"), target="sm_90a").layer(top_k, weights_dtype="bf16")
+    assert "MmaTile<Element" in narrow.kernels["experts_gate_up_proj"].source  # these rows are
+
+
 @pytest.mark.gpu
 def test_tiles_of_hopper_give_the_same_bits() -> None:
     """Tiles together or in turn, narrow or wide, operands swapped: every sum is in one order."""
@@ -276,6 +288,15 @@ def test_products_of_hopper_stay_in_registers_and_in_flight() -> None:
     # In what runs, too: the assembler could move loads, which the compiler may take for loads of constants.
     accesses = re.search(r"\b(LDG|STG|RED|ATOM|LDGSTS|UTMA\w+|ACQBULK)\b", disassemble(compiled.cubin))
     assert accesses is not None and accesses.group() == "ACQBULK"
+
+
+@pytest.mark.nvrtc
+def test_results_of_eight_bytes_leave_from_registers() -> None:
+    """Gates and ups in turn leave four activated columns with a thread."""
+    experts = mo.Experts(4, 256, 256, bias=True, transposed=True, interleaved=True, gating=GPT_OSS, dtype="bf16")
+    layer = mo.compile(experts, target="sm_90a").layer(4, weights_dtype="bf16")
+    compiled = compiled_kernel(layer.kernels["experts_gate_up_proj"], Target.parse("sm_90a"))
+    assert not compiled.resources.uses_local_memory and "st.global.v2.b32" in compiled.ptx
 
 
 @pytest.mark.nvrtc

@@ -19,7 +19,7 @@ from moesaic.ir.types import Dim, DType, TensorType
 SEGMENTS = ("", "batch_first", "sequence_first")
 
 
-def segments_of(function: Function) -> str:
+def order_of_sequences(function: Function) -> str:
     """In which order the sequences of a function's tokens lie; empty where nothing is by sequence.
 
     Raises:

@@ -71,7 +71,7 @@ def execute(module: Module, backend: str, inputs: Tensors, seed: int, *, forward
     layer = compile(module, backend=backend)
     leaves = {n: t.clone().requires_grad_(t.is_floating_point() and not forward_only) for n, t in inputs.items()}
     function = module.entry
-    segments = col.segments_of(function)
+    segments = col.order_of_sequences(function)
     given = dict(leaves)
     if segments:
         types = {a.name: a.type for a in function.arguments}

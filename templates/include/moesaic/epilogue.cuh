@@ -5,15 +5,23 @@
 
 namespace moesaic {
 
-// A word of 16 bytes to global memory, in one instruction: what the compiler knows part by part it also stores so. Nothing
-// that a kernel writes is read again, so that loads may pass this.
-__device__ __forceinline__ void store_16(uint4* address, const unsigned* parts) {
-  check_access(address, 16, true);
+// A word of 16 or of 8 bytes to global memory, in one instruction: what the compiler knows part by part it also stores so,
+// or by way of the stack. Nothing that a kernel writes is read again, so that loads may pass this.
+__device__ __forceinline__ void store_16(void* address, const unsigned* parts) {
+  check_access(static_cast<uint4*>(address), 16, true);
 #ifdef MOESAIC_EMULATE
   memcpy(address, parts, 16);
 #else
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};"
                :: "l"(address), "r"(parts[0]), "r"(parts[1]), "r"(parts[2]), "r"(parts[3]));
+#endif
+}
+__device__ __forceinline__ void store_8(void* address, const unsigned* parts) {
+  check_access(static_cast<uint2*>(address), 8, true);
+#ifdef MOESAIC_EMULATE
+  memcpy(address, parts, 8);
+#else
+  asm volatile("st.global.v2.b32 [%0], {%1, %2};" :: "l"(address), "r"(parts[0]), "r"(parts[1]));
 #endif
 }
 
@@ -31,6 +39,8 @@ struct Stored {
     if constexpr (kAlign >= 16 && kBytes % 16 == 0) {
 #pragma unroll
       for (int i = 0; i < kBytes / 16; ++i) store_16(reinterpret_cast<uint4*>(address) + i, words + 4 * i);
+    } else if constexpr (kAlign >= 8 && kBytes == 8) {
+      store_8(address, words);
     } else {
       T elements[kCount];
       memcpy(elements, words, sizeof(words));
