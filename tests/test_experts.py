@@ -293,8 +293,8 @@ def test_products_of_hopper_stay_in_registers_and_in_flight() -> None:
 @pytest.mark.nvrtc
 def test_results_of_eight_bytes_leave_from_registers() -> None:
     """Gates and ups in turn leave four activated columns with a thread."""
-    experts = mo.Experts(4, 256, 256, bias=True, transposed=True, interleaved=True, gating=GPT_OSS, dtype="bf16")
-    layer = mo.compile(experts, target="sm_90a").layer(4, weights_dtype="bf16")
+    experts = mo.Experts(4, 256, 256, bias=True, transposed=True, interleaved=True, gating=mo.ClampedSwiGLU(7.0))
+    layer = mo.compile(experts, target="sm_90a").layer(4, dtype="bf16", weights_dtype="bf16")
     compiled = compiled_kernel(layer.kernels["experts_gate_up_proj"], Target.parse("sm_90a"))
     assert not compiled.resources.uses_local_memory and "st.global.v2.b32" in compiled.ptx
 
