@@ -48,7 +48,9 @@ class WgmmaOperand {
   using Chunks = OperandChunks<T, kAcross, kRows, kParts, kK, 8, kFetchThreads, kFirstThread>;
   static constexpr int kGroupBytes = kK * kSwizzledLine;  // of 64 rows that lie across
   static_assert(!kAcross || kRows % 64 == 0, "groups of 64 rows");
-  static constexpr bool kSkips = !kAcross && kParts == 1 && kHow == Fetch::kBoxes;
+  // Whether boxes without rows are left out: of many, which no other block waits for.
+  template <int kBoxRows>
+  static constexpr bool kSkips = !kAcross && kParts == 1 && kHow == Fetch::kBoxes && 2 * kBoxRows < kRows;
 
  public:
   static constexpr int kBytes = kParts * kRows * kSwizzledLine;
@@ -64,13 +66,12 @@ class WgmmaOperand {
     copied_.find(operand.lines, depth / kK * kK, depth, extent);
   }
 
-  // How many bytes the copy engine brings for the steps from `first` on. Boxes past `extent` do not come, where a row of
-  // the tile belongs to one box and no other block waits for it.
+  // How many bytes the copy engine brings for the steps from `first` on. Boxes past `extent` need not come.
   template <class Row>
   static __device__ __forceinline__ int boxed_bytes(const Row&, int, int, int) { return 0; }
   template <int kBoxRows>
   static __device__ __forceinline__ int boxed_bytes(const Boxes<kBoxRows>&, int, int, int extent) {
-    if constexpr (!kSkips) return kBytes;
+    if constexpr (!kSkips<kBoxRows>) return kBytes;
     return smaller(kRows / kBoxRows, (extent + kBoxRows - 1) / kBoxRows) * kBoxRows * kSwizzledLine;
   }
   template <class Lines>
@@ -95,7 +96,7 @@ class WgmmaOperand {
     for (int n = 0; n < kBoxes; ++n) {
       const int box = begin + n;
       if (halves && n >= kBoxes / kPair) break;
-      if (kSkips && box * kBox >= extent) break;
+      if (kSkips<kBoxRows> && box * kBox >= extent) break;
       const int row = boxes.first + box * kBox / kRows * boxes.apart + box * kBox % kRows;
       const int step = boxes.step + first;
       unsigned char* const to = stage + box * kBox * kSwizzledLine;
