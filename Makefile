@@ -29,7 +29,7 @@ test: setup ## lint, then run every test that this machine can run
 	tests=passed; $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS) || tests=failed; \
 	[ $$lint$$tests = passedpassed ] || { echo "make test: lint $$lint, tests $$tests" >&2; exit 1; }
 
-lint: setup ## ruff (rules and format) and mypy (strict for ir and passes)
+lint: setup ## ruff (rules and format), and mypy over the package, benchmarks and examples
 	@failed=0; \
 	$(BIN)/ruff check --quiet --output-format concise . || failed=1; \
 	$(BIN)/ruff format --check --quiet --output-format concise . || failed=1; \

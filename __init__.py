@@ -56,30 +56,36 @@ _PACKAGES = ("ir", "passes", "templates", "codegen", "runtime")
 
 __all__ = ["__version__", *_TABLE]  # noqa: PLE0604 - names come from the table
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # `as`: names for others, which strict type checkers want said
     from moesaic import hf as hf
     from moesaic import nn as nn
     from moesaic import te as te
     from moesaic.ir import math_functions as math
-    from moesaic.ir.builder import Builder
-    from moesaic.ir.declare import Router, norm, sum_top
-    from moesaic.ir.errors import MoesaicError
-    from moesaic.ir.experts import ClampedSwiGLU, Experts
-    from moesaic.ir.losses import Entropy, LoadBalance, ZLoss
-    from moesaic.ir.moe import MoE, SharedExpert
-    from moesaic.ir.parser import parse
-    from moesaic.runtime.compile import compile
-    from moesaic.runtime.dispatch import combine, dispatch
-    from moesaic.runtime.functional import (
-        entropy_loss,
-        load_balance_loss,
-        load_metrics,
-        pooled_load_balance,
-        scores,
-        update_bias,
-        z_loss,
-    )
-    from moesaic.runtime.tuning.autotune import autotune, autotuning
+    from moesaic.ir.builder import Builder as Builder
+    from moesaic.ir.declare import Router as Router
+    from moesaic.ir.declare import norm as norm
+    from moesaic.ir.declare import sum_top as sum_top
+    from moesaic.ir.errors import MoesaicError as MoesaicError
+    from moesaic.ir.experts import ClampedSwiGLU as ClampedSwiGLU
+    from moesaic.ir.experts import Experts as Experts
+    from moesaic.ir.losses import Entropy as Entropy
+    from moesaic.ir.losses import LoadBalance as LoadBalance
+    from moesaic.ir.losses import ZLoss as ZLoss
+    from moesaic.ir.moe import MoE as MoE
+    from moesaic.ir.moe import SharedExpert as SharedExpert
+    from moesaic.ir.parser import parse as parse
+    from moesaic.runtime.compile import compile as compile
+    from moesaic.runtime.dispatch import combine as combine
+    from moesaic.runtime.dispatch import dispatch as dispatch
+    from moesaic.runtime.functional import entropy_loss as entropy_loss
+    from moesaic.runtime.functional import load_balance_loss as load_balance_loss
+    from moesaic.runtime.functional import load_metrics as load_metrics
+    from moesaic.runtime.functional import pooled_load_balance as pooled_load_balance
+    from moesaic.runtime.functional import scores as scores
+    from moesaic.runtime.functional import update_bias as update_bias
+    from moesaic.runtime.functional import z_loss as z_loss
+    from moesaic.runtime.tuning.autotune import autotune as autotune
+    from moesaic.runtime.tuning.autotune import autotuning as autotuning
 
 
 def __getattr__(name: str) -> Any:

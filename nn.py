@@ -259,7 +259,7 @@ class LoadTracker:
                 total = torch.cat(loads)
                 torch.distributed.all_reduce(total, group=group)
                 loads = list(total.split([len(c) for c in loads]))
-            update_bias([self.layers[n].bias for n in biased], loads, rate)  # type: ignore[misc]
+            update_bias([self.layers[n].bias for n in biased], loads, rate)
         self.reset()
 
     def reset(self) -> None:

@@ -46,6 +46,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,7 +59,6 @@ from experts_cases import (
     Inputs,
     Matrices,
     Run,
-    Tensor,
     check,
     forward,
     forward_backward,
@@ -96,6 +96,7 @@ from timing import (
     in_turn,
     measure_machine,
 )
+from torch import Tensor
 
 from moesaic.codegen.target import Target
 from moesaic.ir import environment
@@ -438,8 +439,8 @@ class Bench:
                 if f"{label}/{name}" in timings:
                     row.cells[name] = timings[f"{label}/{name}"]
             if label in own:
-                timer, call = own[label]
-                self._require_equal(row, timers[timer], call)
+                timer, plain = own[label]
+                self._require_equal(row, timers[timer], plain)
 
     def _failed(self, row: Row, name: str, error: Exception) -> None:
         row.cells[name] = f"ERROR: {short(error)}"
@@ -507,10 +508,15 @@ class Bench:
             return
         recorded = record(case, given, matrices, self._backend)
         metadata = [one for launch, one in recorded if launch.is_metadata]
+
+        def metadata_again(i: int) -> None:
+            for one in metadata:
+                one.again()
+
         calls: list[tuple[KernelRow, Callable[[int], object]]] = [
             (
                 KernelRow.metadata(case, load, [launch for launch, _ in recorded if launch.is_metadata]),
-                lambda i: [one.again() for one in metadata],
+                metadata_again,
             ),
             *((KernelRow.of(case, load, launch), lambda i, one=one: one.again()) for launch, one in recorded),
         ]
@@ -579,9 +585,9 @@ class Bench:
                 with _launcher(launcher):
                     run = ours(case, matrices, self._backend) if launcher else runs["hf"]
                     times = {
-                        "inference": self._host_us(lambda run=run: forward(run, given)),
-                        "training": self._host_us(lambda run=run: run(given)),
-                        "both": self._host_us(lambda run=run: forward_backward(run, given, matrices)),
+                        "inference": self._host_us(partial(forward, run, given)),
+                        "training": self._host_us(partial(run, given)),
+                        "both": self._host_us(partial(forward_backward, run, given, matrices)),
                     }
             except Exception as error:  # noqa: BLE001
                 print(f"{name:16}  ERROR: {short(error)}", flush=True)
@@ -670,7 +676,7 @@ def write_json(args: argparse.Namespace, machine: Machine, bench: Bench) -> None
     if not args.json:
         return
     about = {"torch": torch.__version__, "cuda": torch.version.cuda, "commit": commit()}
-    rows = [r.as_dict(machine) for r in (*bench.rows, *bench.kernels)]
+    rows = [*(r.as_dict(machine) for r in bench.rows), *(k.as_dict(machine) for k in bench.kernels)]
     with open(args.json, "w", encoding="utf-8") as file:
         json.dump({"machine": asdict(machine) | about, "rows": [*rows, *bench.memory, *bench.host]}, file, indent=1)
 

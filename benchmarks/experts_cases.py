@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from experts_bounds import Cost, Load, layer_cost
 from router_cases import WrongResult
+from torch import Tensor
 
 import moesaic as mo
 from moesaic.ir.core import Module
 from moesaic.ir.types import DType
 from moesaic.runtime.program import Program, program_of
 
-Tensor = torch.Tensor
 Run = Callable[["Inputs"], Tensor]
 """Experts on (x, picks, weights of picks): hidden [T, H]."""
 
@@ -278,12 +279,17 @@ def _compare(
         d_first = torch.cat((d_middle * up * slope, d_middle * silu), -1)
         d_x.index_add_(0, tokens, d_first @ gate_up)
         loose = 1 + 2 * max(len(tokens), 1) ** -0.5  # the errors of a few rows do not average out
-        close(f"d_gate_up_proj[{e}]", d_first.T @ rows, lambda r, e=e: r[4][e], loose)
-        close(f"d_down_proj[{e}]", above.T @ (factors * middle), lambda r, e=e: r[5][e], loose)
+        close(f"d_gate_up_proj[{e}]", d_first.T @ rows, partial(_matrix, 4, e), loose)
+        close(f"d_down_proj[{e}]", above.T @ (factors * middle), partial(_matrix, 5, e), loose)
     close("hidden of inference", hidden, lambda r: r[0])
     close("hidden of training", hidden, lambda r: r[1])
     close("d_x", d_x, lambda r: r[2])
     close("d_weights", d_weights, lambda r: r[3], whole=True)
+
+
+def _matrix(place: int, expert: int, results: tuple[Tensor, ...]) -> Tensor:
+    """Of the results at a place, an expert's."""
+    return results[place][expert]
 
 
 def _require_close(what: str, found: Tensor, expected: Tensor, tolerance: float, whole: bool) -> None:

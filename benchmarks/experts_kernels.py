@@ -8,14 +8,15 @@ from dataclasses import dataclass, replace
 
 import torch
 from experts_bounds import Cost, Load, kernel_cost
-from experts_cases import Case, Inputs, Matrices, Tensor
+from experts_cases import Case, Inputs, Matrices
+from torch import Tensor
 
 from moesaic.codegen.kernel import GeneratedKernel
 from moesaic.codegen.target import Target
 from moesaic.ir.core import Op
 from moesaic.ir.ops.launch import Kernel
 from moesaic.runtime import driver
-from moesaic.runtime.execute import RUNNERS, Loaded, Prepared, Runner, alignments
+from moesaic.runtime.execute import RUNNERS, Grid, Loaded, Prepared, Runner, Value, alignments
 from moesaic.runtime.plan import LaunchPlan
 from moesaic.runtime.program import Executable
 
@@ -89,13 +90,13 @@ class Recorded(Loaded):
     def __init__(self, loaded: Loaded) -> None:
         self.most_blocks = loaded.most_blocks
         self._loaded = loaded
-        self._last: tuple[tuple[int, int, int], Sequence[int], Sequence[Tensor], int] | None = None
+        self._last: tuple[Grid, Sequence[Value], Sequence[Tensor], frozenset[int]] | None = None
 
     def launch(
-        self, grid: tuple[int, int, int], stream: int, values: Sequence[int], tensors: Sequence[Tensor], inputs: int
+        self, grid: Grid, stream: int, values: Sequence[Value], tensors: Sequence[Tensor], read: frozenset[int]
     ) -> None:
-        self._last = (grid, list(values), list(tensors), inputs)
-        self._loaded.launch(grid, stream, values, tensors, inputs)
+        self._last = (grid, list(values), list(tensors), read)
+        self._loaded.launch(grid, stream, values, tensors, read)
 
     @property
     def launched(self) -> bool:
@@ -104,10 +105,10 @@ class Recorded(Loaded):
     def again(self) -> None:
         """The same launch, on torch's current stream."""
         assert self._last is not None
-        grid, values, tensors, inputs = self._last
+        grid, values, tensors, read = self._last
         index = tensors[0].get_device()
         with _on(index) as stream:
-            self._loaded.launch(grid, stream, values, tensors, inputs)
+            self._loaded.launch(grid, stream, values, tensors, read)
 
 
 @contextmanager

@@ -49,6 +49,7 @@ from experts import Clock, print_machine
 from experts_cases import short
 from router_cases import WrongResult
 from timing import Bursts, GraphTimer, Machine, Shared, Timing, commit, in_turn, measure_machine
+from torch import Tensor
 
 import moesaic as mo
 
@@ -72,8 +73,6 @@ _SERVED_ERROR = 0.05  # of a norm, beside eager: one pick of a token may be anot
 _CHECKED = 512  # tokens of a model that are compared with float32
 _SETS = 4  # inputs of inference that replays go round
 _MOST_CALLS = 60
-
-Tensor = torch.Tensor
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,6 @@ from router_cases import (
     Case,
     Inputs,
     Route,
-    Tensor,
     WrongResult,
     check,
     forward,
@@ -61,6 +60,7 @@ from router_cases import (
     make_inputs,
 )
 from timing import GraphTimer, Machine, Timing, commit, driver_version, host_us, measure_machine, sets_for, summary
+from torch import Tensor
 
 from moesaic.codegen.target import Target
 from moesaic.ir import environment

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import moesaic as mo
 
-Tensor = torch.Tensor
 Routing = tuple[Tensor, Tensor]
 """(probs, map) for dense outputs, (weights, indices) for compact ones."""
 Route = Callable[[Tensor, Tensor | None], Routing]

@@ -88,11 +88,11 @@ class _Emitter:
                 self.ticket = self._pointer(index, value, "")
             elif value in loaded:
                 self.pointers[value] = self._pointer(index, value, "const ")
-        for number, value in enumerate(self.region.terminator.operands):
-            pointer = self._pointer(self.op.reads + number, value, "")
-            self.results.append((value, pointer))
-            if value in self.sums:
-                self.pointers[value] = pointer
+        for number, result in enumerate(self.region.terminator.operands):
+            pointer = self._pointer(self.op.reads + number, result, "")
+            self.results.append((result, pointer))
+            if result in self.sums:
+                self.pointers[result] = pointer
         if self.sums:
             self._rows("rows", 0, "partial rows: blocks of the kernel before")
         if any(isinstance(op, col.Rows) and op.x.type.leading == "T" for op in self.ops):

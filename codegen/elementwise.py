@@ -39,7 +39,9 @@ class Region:
         self._names: dict[Value, str] = {}
         config = op.configuration
         self._alignment = [int(a) for a in config.get("alignment", "").split(",") if a]
-        self._rounded = {inner.results[0]: inner.operands[0] for inner in self.body.ops if self._is_store_cast(inner)}
+        self._rounded: dict[Value, Value] = {
+            inner.results[0]: inner.operands[0] for inner in self.body.ops if self._is_store_cast(inner)
+        }
 
     def add_pointers(self, values: Iterable[Value]) -> None:
         """Parameters for those arguments of the region that are among the values, in their order."""

@@ -245,7 +245,7 @@ def _layouts(root: Path) -> list[Path]:
 def _bindings() -> Any:
     """The module ``cuda.bindings.nvrtc``, with its library loaded; `ToolchainError` otherwise."""
     try:
-        from cuda.bindings import nvrtc  # type: ignore[import-untyped]
+        from cuda.bindings import nvrtc
     except ImportError as error:
         raise ToolchainError(
             f"the CUDA bindings for Python cannot be imported ({error}); install them with: "

@@ -193,7 +193,7 @@ class _Emitter:
         if self.shape.fetches:
             roles = in_two_roles("items", self._fetch(), self._multiply(), self.staging is not None)
             return [*lines, *self._items(), *roles]
-        if self.grouped:
+        if isinstance(self.product, slot.GroupedLinear):
             counts = self.parameters.pointer(self.parameters.index(self.product.counts))
             lines += [
                 "int* const first_tile = reinterpret_cast<int*>(shared + Tile::kSharedBytes);",

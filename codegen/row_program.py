@@ -540,11 +540,11 @@ class _Emitter:
             call = ", ".join([self._array(op.x), name, *tables, "lane"])
             return [f"bool {name}[Experts::kSlots];", f"moesaic::group_limit_{form}<{arguments}>({call});"]
         selection = next((o for o in self.region.ops if isinstance(o, row.TopK) and o.allowed is op.allowed), None)
-        longer = selection is not None and self._sorts_chunks(selection)
+        length = op.best
         keys, runs = self._unique("keys"), self._unique("runs")
-        if longer:
+        if selection is not None and self._sorts_chunks(selection):
             self.runs[op.allowed] = (keys, runs)
-        length = self._listed(selection) if longer else op.best
+            length = self._listed(selection)
         return [
             f"unsigned {keys}[Experts::kSlots], {runs}[Experts::kChunks][{length}];",
             f"moesaic::rank_row<{self._rank(None)}, Experts>({self._array(op.x)}, {keys}, lane);",

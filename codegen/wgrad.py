@@ -253,8 +253,8 @@ class _Emitter:
                 f"for (int v = 0; v < 2; ++v) values[v] = {expression};",
                 "staged.put(0, r, w, values);",
             ]
-            size = "static_cast<long long>(kRows) * kColumns"
-            return self.staging.leave(self.parameters, compute, "first_row", "expert", size)
+            matrix = "static_cast<long long>(kRows) * kColumns"
+            return self.staging.leave(self.parameters, compute, "first_row", "expert", matrix)
         pointer = self.parameters.pointer(self.index)
         size = value.type.dtype.bytes
         align = python_math.gcd(16, columns_of(self.wgrad.b) * size, self.shape.vector * size)
@@ -267,8 +267,8 @@ class _Emitter:
             before = ["    float before[Tile::kVector];", f"    moesaic::load_columns{access}before);"]
             expression = f"before[v] + {expression}"
         rows, columns = (
-            f"(Tile::kPair * {size})" if how is Fetch.SHARED else size
-            for how, size in ((self.fetched[1], "kTileRows"), (self.fetched[0], "kTileColumns"))
+            f"(Tile::kPair * {count})" if how is Fetch.SHARED else count
+            for how, count in ((self.fetched[1], "kTileRows"), (self.fetched[0], "kTileColumns"))
         )
         return [
             "#pragma unroll",

@@ -87,7 +87,7 @@ class Block(nn.Module):
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
         result = self.layer(self.norms[1](x))
-        if isinstance(result, tuple) and hasattr(result, "losses"):
+        if hasattr(result, "losses"):
             return x + result.hidden, result.counts, result.losses["balance"]
         y, counts, loss = result
         return x + y, counts, loss

@@ -141,7 +141,7 @@ class OperandDef:
 class OptionalOperandDef(OperandDef):
     """Declares an operand that may be left out; only the last operands of an op can be."""
 
-    @overload  # type: ignore[override]
+    @overload  # type: ignore[override]  # what may be left out is read as a value or None
     def __get__(self, op: None, owner: type) -> Self: ...
     @overload
     def __get__(self, op: Op, owner: type) -> Value | None: ...
@@ -554,7 +554,7 @@ class Module:
             for a, b in zip(self.functions, other.functions, strict=True)
         )
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None  # type: ignore[assignment]  # how Python is told that there is none
 
 
 def equal_blocks(a: Block, b: Block) -> bool:

@@ -88,7 +88,7 @@ class KernelKey:
             if not isinstance(value, wanted) or isinstance(value, bool):
                 raise ValueError(f"{field.name} must be {wanted.__name__}, found {value!r}")
             given[field.name] = value
-        return cls(**given)  # type: ignore[arg-type]
+        return cls(**given)  # type: ignore[arg-type]  # types were looked at
 
     def __str__(self) -> str:
         sizes = f"E={self.experts}" + (f" K={self.picks}" if self.picks else "")

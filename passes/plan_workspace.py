@@ -84,7 +84,8 @@ def _written_inputs(op: Op) -> dict[Value, Value]:
     if op.region is not None:
         for value, inside in zip(op.results, op.region.terminator.operands, strict=True):
             if isinstance(inside, OpResult) and isinstance(inside.op, slot.Accumulate):
-                found[value] = op.operands[op.region.arguments.index(inside.op.main)]  # type: ignore[arg-type]
+                arguments: list[Value] = [*op.region.arguments]
+                found[value] = op.operands[arguments.index(inside.op.main)]
     return found
 
 

@@ -26,8 +26,9 @@ from moesaic.passes.manager import parse_pipeline
 from moesaic.passes.save_products import SaveProducts
 from moesaic.passes.specialize import Specialize
 from moesaic.runtime import launcher, logs
-from moesaic.runtime.execute import RUNNERS, compiled_kernel
+from moesaic.runtime.execute import RUNNERS
 from moesaic.runtime.explain import TOKENS, Explanation, explain
+from moesaic.runtime.kernels import compiled_kernel
 from moesaic.runtime.main_grads import added_by_autograd, by_number
 from moesaic.runtime.measure import can_measure, kernel_times, measured_card, target_here
 from moesaic.runtime.memory import Memory, memory_of
@@ -335,10 +336,9 @@ class CompiledLayer:
         if tune:
             _cuda.tuned_first |= {*self._handles.values(), *self._masked_handles.values()}
         names = declared.outputs if isinstance(declared, Router) else tuple(declared.entry.result_names)
-        self._result_type = _result_type((*names, "losses") if self._losses else names)
-        self._flat_type = (
-            _result_type((*names, *(LOSS_PREFIX + n for n in self._losses))) if self._losses else self._result_type
-        )
+        losses = [LOSS_PREFIX + n for n in self._losses]
+        self._result_type = result_type("Routing", (*names, "losses") if losses else names)
+        self._flat_type = result_type("Routing", (*names, *losses)) if losses else self._result_type
 
     def _dtypes(self) -> list[DType]:
         declared = self._declared_dtype
@@ -381,10 +381,9 @@ class CompiledLayer:
                     self._ran, self._last = self._native_backend, args[0].dtype
                     if type(result) is not list:
                         return self._named(result) if self._losses else result
-                    handle = (self._masked_handles if "token_mask" in inputs else self._handles)[self._last]
-                    if has_backward(handle):  # inputs, to be recorded by autograd
-                        handle = _asked(handle, self._passes, result)
-                        outputs = record(handle, self._native_backend, result)
+                    key = (self._masked_handles if "token_mask" in inputs else self._handles)[self._last]
+                    if has_backward(key):  # inputs, to be recorded by autograd
+                        outputs = record(_asked(key, self._passes, result), self._native_backend, result)
                         return self._named(outputs[: len(self._flat_type._fields)])
         if not args and "logits" in inputs:
             args = (inputs.pop("logits"),)
@@ -737,8 +736,9 @@ def _declared_dtype(declared: Router | Module) -> DType | None:
 
 
 @functools.cache
-def _result_type(names: tuple[str, ...]) -> type[Any]:
-    return namedtuple("Routing", names)
+def result_type(kind: str, names: tuple[str, ...]) -> type[Any]:
+    """The named tuple that a layer's call returns."""
+    return namedtuple(kind, names)
 
 
 @functools.lru_cache(maxsize=2048)
@@ -905,19 +905,20 @@ def _checked(wanted: Input, given: object, rows: torch.Tensor, leading: tuple[in
         given = as_number(name, given, rows)
     if not isinstance(given, torch.Tensor):
         raise InputTypeError(f"{name} must be a tensor, found {type(given).__name__}")
+    tensor: torch.Tensor = given
     has_rows = wanted.kind in ("rows", "sequences")
     expected = [*leading, *wanted.columns] if has_rows else [*wanted.columns]
     if wanted.kind == "slots":
-        expected = [*given.shape[:1], *wanted.columns]
-    if list(given.shape) != expected:
-        raise InputError(f"{name} must have shape {expected}, found {list(given.shape)}")
+        expected = [*tensor.shape[:1], *wanted.columns]
+    if list(tensor.shape) != expected:
+        raise InputError(f"{name} must have shape {expected}, found {list(tensor.shape)}")
     if wanted.kind == "rows" and len(leading) != 1:
-        given = given.reshape(rows.shape[0], *wanted.columns)
-    wide = given.dtype == torch.float64 and rows.dtype == torch.float64
-    if given.dtype != wanted.dtype and not wide:
-        known = _DTYPES.get(given.dtype)
-        found = known.public_name if known is not None else str(given.dtype).removeprefix("torch.")
+        tensor = tensor.reshape(rows.shape[0], *wanted.columns)
+    wide = tensor.dtype == torch.float64 and rows.dtype == torch.float64
+    if tensor.dtype != wanted.dtype and not wide:
+        known = _DTYPES.get(tensor.dtype)
+        found = known.public_name if known is not None else str(tensor.dtype).removeprefix("torch.")
         raise InputError(f"{name} must be {wanted.type_name}, found {found}")
-    if given.device != rows.device:
-        raise InputError(f"{name} is on {given.device}, but logits are on {rows.device}; move one of them")
-    return given
+    if tensor.device != rows.device:
+        raise InputError(f"{name} is on {tensor.device}, but logits are on {rows.device}; move one of them")
+    return tensor

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from moesaic.ir.builder import Builder
+from moesaic.ir.core import Value
 from moesaic.ir.errors import InputError, InputTypeError
 from moesaic.ir.ops.slot import ALIGNMENTS, SLOTS, stored
 from moesaic.ir.types import DType, tensor
@@ -127,7 +128,7 @@ def _combine_layer(dtype: str, columns: int, top_k: int, weights: str, backend: 
     slots = b.input("slots", tensor(DType.I32, "T", top_k))
     x = b.input("x", tensor(DType(dtype), SLOTS, columns))
     tokens = b.input("tokens", tensor(DType.I32, SLOTS))
-    weighted = ()
+    weighted: tuple[Value, ...] = ()
     if weights:
         picks = b.input("picks", tensor(DType.I32, SLOTS))
         weighted = (b.input("weights", tensor(DType(weights), "T", top_k)), picks)

@@ -571,7 +571,7 @@ def _driver() -> Any:
     if _bindings_loaded is not None:
         return _bindings_loaded
     try:
-        from cuda.bindings import driver  # type: ignore[import-untyped]
+        from cuda.bindings import driver
     except ImportError as error:
         raise ToolchainError(
             f"the CUDA bindings for Python cannot be imported ({error}); install them with: "

@@ -127,7 +127,7 @@ class Prepared:
         self.tokens_from = rows["T"]
         self.sequences_from = rows.get("N", -1)
         self.slots_from = rows.get("M", -1)
-        types = [declared.type for declared in (*plan.inputs, *plan.buffers)]
+        types = [*(i.type for i in plan.inputs), *(b.type for b in plan.buffers)]
         self.steps = [
             _Step(
                 kernel,

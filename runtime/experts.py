@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import namedtuple
 from collections.abc import Sequence
 from typing import Any
 
@@ -53,7 +52,7 @@ class CompiledExperts(PerCall):
         super().__init__("layer of experts", (*matrices, *biases), target, backend, passes, tune)
         self._declared = declared
         self._handle = handle_of(declared)
-        self._result_type = namedtuple("ExpertsResult", declared.outputs)  # type: ignore[misc]
+        self._result_type = compiling.result_type("ExpertsResult", declared.outputs)
 
     def __reduce__(self) -> tuple[Any, ...]:
         compiling.check_can_pickle("activation", self._declared.activation)

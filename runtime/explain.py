@@ -256,7 +256,7 @@ class Explanation:
         )
 
     def _rows(self) -> list[tuple[str, ...]]:
-        rows = [_HEADER]
+        rows: list[tuple[str, ...]] = [_HEADER]
         for direction in self.directions:
             for kernel in direction.kernels:
                 used = kernel.resources

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import logging
 import sys
+from typing import TextIO
 
 from moesaic.ir import environment
 
 _ROOT = "moesaic"
 
 
-class _Handler(logging.StreamHandler):  # type: ignore[type-arg]
+class _Handler(logging.StreamHandler[TextIO]):
     """Prints to what stderr is now."""
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import statistics
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
@@ -188,7 +189,7 @@ def call(layer: Layer, inputs: Mapping[str, torch.Tensor], training: bool) -> No
         result = layer(first, **dict(others))
     if not training:
         return
-    fields = list(result._asdict().values()) if hasattr(result, "_asdict") else [result]
+    fields: list[Any] = list(result._asdict().values()) if hasattr(result, "_asdict") else [result]
     flat = [v for field in fields for v in (field.values() if isinstance(field, Mapping) else [field])]
     wanted = [r for r in flat if r.requires_grad]
     if wanted:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import namedtuple
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,7 +41,7 @@ class CompiledMoE(PerCall):
         self._declared = declared
         self._handle = handle_of(declared)
         names = (*declared.outputs, "losses") if declared.losses else declared.outputs
-        self._result_type = namedtuple("MoEResult", names)  # type: ignore[misc]
+        self._result_type = compiling.result_type("MoEResult", names)
 
     def __reduce__(self) -> tuple[Any, ...]:
         declared = self._declared

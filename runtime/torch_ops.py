@@ -191,7 +191,9 @@ def _gradients(ctx: Any, grads: Sequence[torch.Tensor | None], *, dispatched: bo
     for number, zero in enumerate(reversal.zeros):
         if zero:
             shape, dtype = ctx.shapes[number]
-            gradients[number] = grads[given[0]].new_zeros(shape, dtype=dtype)  # type: ignore[union-attr]
+            cotangent = grads[given[0]]
+            assert cotangent is not None
+            gradients[number] = cotangent.new_zeros(shape, dtype=dtype)
     return gradients
 
 

@@ -310,12 +310,14 @@ def _tensor(block: Any, place: Place) -> torch.Tensor:
 class Replaced:
     """What the classes of replaced modules have in common; `_kind` is the class that the module had."""
 
-    _kind: type
+    _kind: type[nn.Module]
     _first: str
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Such a class is made in each process; copies and pickles name what it is made from.
-        _, _, *state = super().__reduce_ex__(2)
+        made = super().__reduce_ex__(2)
+        assert isinstance(made, tuple)
+        _, _, *state = made
         return _restored, (next(c for c in _BASES if isinstance(self, c)), self._kind), *state
 
 
@@ -368,14 +370,15 @@ _BASES = (Block, Gate, RouterAlone, ExpertsAlone)
 
 
 @functools.cache
-def _derived(base: type, kind: type) -> type:
-    first = next(iter(list(inspect.signature(kind.forward).parameters)[1:]), "")
+def _derived(base: type, kind: type) -> type[nn.Module]:
+    module: type[nn.Module] = kind
+    first = next(iter(list(inspect.signature(module.forward).parameters)[1:]), "")
     body = {"_kind": kind, "_first": first, "__doc__": f"{kind.__name__}, run by moesaic: {base.__doc__}"}
     return type(f"Moesaic{kind.__name__}", (base, kind), {**body, "__module__": __name__})
 
 
 def _restored(base: type, kind: type) -> Any:
-    made = _derived(base, kind)
+    made: Any = _derived(base, kind)
     return made.__new__(made)
 
 
@@ -383,7 +386,8 @@ def install(module: nn.Module, base: type, plan: Any) -> None:
     """Makes a module run as planned."""
     if plan is not None:
         setattr(module, _PLAN, plan)
-    module.__class__ = _derived(base, type(module))
+    kind: type = type(module)
+    module.__class__ = _derived(base, kind)
 
 
 def remove(module: nn.Module) -> None:
@@ -663,7 +667,7 @@ def _as_it_would_run(block: nn.Module, plan: Plan) -> Iterator[None]:
     """In evaluation, without hooks, with narrow experts and their own loop."""
     training = [(m, m.training) for m in block.modules()]
     hooks = [(m, n, vars(m)[n]) for m in block.modules() for n in ("_forward_hooks", "_forward_pre_hooks")]
-    config = getattr(at(block, plan.family.experts), "config", None)
+    config: Any = getattr(at(block, plan.family.experts), "config", None)
     chosen = getattr(config, "_experts_implementation", None)
     widths = [(at(block, path.rpartition(".")[0]), path.rpartition(".")[2]) for path in plan.family.widths]
     were = [getattr(part, name) for part, name in widths]

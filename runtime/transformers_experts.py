@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from moesaic.ir.builder import Builder
+from moesaic.ir.core import Value
 from moesaic.ir.errors import InputError
 from moesaic.ir.experts import ACTIVATIONS, Activation, ClampedSwiGLU, Experts, Gating, activated, create_split
 from moesaic.ir.types import DType, tensor
@@ -178,6 +179,6 @@ def computes(
     x = (_SPREAD * torch.randn(_PROBED, generator=generator)).to(device)
     b = Builder("between")
     h = b.input("h", tensor(DType.F32, "T", _PROBED[1]))
-    first = list(create_split(h, interleaved)) if gated else [h]
+    first: list[Value] = list(create_split(h, interleaved)) if gated else [h]
     ours = evaluate(b.build(y=activated(first, activation, gating)).entry, {"h": x})[0]
     return torch.allclose(ours, function(x), rtol=1e-5, atol=1e-6)

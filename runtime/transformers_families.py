@@ -386,9 +386,9 @@ def _longcat_shapes(block: Any, inner: int) -> Mapping[str, list[int]]:
 
 
 def _step3p7_experts(block: Any) -> tuple[Experts, Mapping[str, Place]]:
-    limit = block.experts.limit
+    (experts, hidden, inner), limit = block.experts.down_proj.shape, block.experts.limit
     gating = CappedSwiGLU(limit) if limit != float("inf") else None
-    return Experts(*block.experts.down_proj.shape, gating=gating), _STACKED
+    return Experts(experts, hidden, inner, gating=gating), _STACKED
 
 
 # What stands around the experts ---------------------------------------------------------------------------------------

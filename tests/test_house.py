@@ -182,6 +182,18 @@ def test_typing_link() -> None:
     assert link.is_symlink() and os.readlink(link) == ".."
 
 
+def test_mypy_checks_everything_but_the_tests() -> None:
+    """Each file of Python is found once, through the link where it belongs to the package."""
+    found: list[Path] = []
+    for pattern in PROJECT["tool"]["mypy"]["files"]:
+        for path in sorted(ROOT.glob(pattern)):
+            found += sorted(path.rglob("*.py")) if path.is_dir() else [path]
+    folders = (*RANK, "benchmarks", "docs", "examples")
+    every = sorted(p.resolve() for p in (*ROOT.glob("*.py"), *(p for folder in folders for p in sources(folder))))
+    assert sorted(p.resolve() for p in found) == every
+    assert not [p for p in found if p.relative_to(ROOT).parts[0] in (*RANK, *(q.name for q in ROOT.glob("*.py")))]
+
+
 # The documentation ----------------------------------------------------------------------------------------------------
 
 

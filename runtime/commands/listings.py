@@ -237,7 +237,7 @@ def _print_op(record: dict[str, Any]) -> None:
             print()
             print(textwrap.indent(console.described_table((kind, ""), rows, console.width() - 2), "  "))
     if record["attributes"]:
-        rows = [
+        described = [
             (
                 a["name"],
                 "required" if a["required"] else f"default {a['default']}",
@@ -246,7 +246,7 @@ def _print_op(record: dict[str, Any]) -> None:
             for a in record["attributes"]
         ]
         print()
-        print(textwrap.indent(console.described_table(("attributes", "", ""), rows, console.width() - 2), "  "))
+        print(textwrap.indent(console.described_table(("attributes", "", ""), described, console.width() - 2), "  "))
     if record["region"]:
         print("\n  holds a region with the ops that were fused")
     if not record["differentiable"]:

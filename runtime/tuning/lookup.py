@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from moesaic.ir.core import Function
+from moesaic.ir.core import Function, Value
 from moesaic.ir.ops.launch import Kernel
 from moesaic.passes.kernel_key import KernelKey, picks_of
 from moesaic.passes.space import Limits, Space, spaces_of
@@ -36,7 +36,7 @@ def tunables(
 ) -> list[Tunable]:
     """The kernels of a planned function that have something to choose, for a bucket of T by its label."""
     kernels = [op for op in function.body.ops if isinstance(op, Kernel)]
-    aligned = dict(zip(function.arguments, alignment, strict=False))
+    aligned: dict[Value, int] = dict(zip(function.arguments, alignment, strict=False))
     picks = picks_of(function)
     numbers = {id(op): n for n, op in enumerate(kernels)}
     return [

@@ -216,12 +216,18 @@ def _parse_entry(row: Mapping[str, Any]) -> Entry:
     point = row["point"]
     if not isinstance(point, dict) or not all(isinstance(v, str) for v in point.values()):
         raise ValueError(f"point must map names to text, found {point!r}")
-    times = [float(row[n]) for n in ("us", "default_us")]
-    counts = [int(row[n]) for n in ("tuned_at", "trials", "points")]
     complete = row.get("complete", True)
     if not isinstance(complete, bool):
         raise ValueError(f"complete must be true or false, found {complete!r}")
-    return Entry(point, *times, *counts, complete)
+    return Entry(
+        point,
+        us=float(row["us"]),
+        default_us=float(row["default_us"]),
+        tuned_at=int(row["tuned_at"]),
+        trials=int(row["trials"]),
+        points=int(row["points"]),
+        complete=complete,
+    )
 
 
 def _shown(found: Mapping[str, Any]) -> str:

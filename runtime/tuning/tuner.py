@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -169,7 +170,7 @@ def tune(
             settings.watch.begin(one.space.op.symbol, len(candidates), settings.trials, seconds)
             search = Search(
                 candidates,
-                lambda points, one=one: _build(one.space, points, compilers),  # type: ignore[misc]
+                partial(_build, one.space, compilers=compilers),
                 recording.bench(one.number, timers),
                 most_trials=settings.trials,
                 seconds=seconds,
