@@ -13,7 +13,7 @@ What lies between the kernels (activations, outputs of experts before they are a
 kernel may keep it on the chip. The floor is the larger of the FLOPs at the rate of a dense product and the bytes at the
 rate of a copy kernel.
 
-A kernel's own floor takes each operand that its text has an address of once (``moesaic/codegen/cost.py``): [T, ..]
+A kernel's own floor takes each operand that its text has an address of once (``moesaic/passes/cost.py``): [T, ..]
 whole, [M, ..] as far as rows are live, and matrices of experts that have a row (gradients of matrices: all). Its FLOPs
 are those of the products in its region.
 """
@@ -24,9 +24,9 @@ from dataclasses import dataclass
 
 from timing import Machine
 
-from moesaic.codegen.cost import Extents, cost_of
 from moesaic.codegen.kernel import GeneratedKernel
 from moesaic.ir.ops.launch import Kernel
+from moesaic.passes.cost import Extents, cost_of
 
 NOMINAL_DENSE = 7.0e14
 """FLOPs a second of a dense bf16 product on an H100 where none was measured."""
@@ -71,5 +71,5 @@ def layer_cost(experts: int, hidden: int, intermediate: int, load: Load, backwar
 
 def kernel_cost(op: Kernel, kernel: GeneratedKernel, load: Load) -> Cost:
     """Of one launch; see the module."""
-    made = cost_of(op, kernel, Extents(load.tokens, load.rows, experts=load.experts))
-    return Cost(made.product_flops, made.bytes_read + made.bytes_written)
+    made = cost_of(op, Extents(load.tokens, load.rows, experts=load.experts), kernel.addressed)
+    return Cost(made.product_flops, made.bytes)

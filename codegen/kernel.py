@@ -61,6 +61,10 @@ class Argument:
             raise InternalError(f"a kernel's argument is a tensor map, or has none: {self}")
 
 
+ADDRESSES = ("pointer", "tensor_map")
+"""Kinds of arguments through which a kernel reaches memory."""
+
+
 @dataclass(frozen=True)
 class FusedOp:
     """An op of a kernel's region: as the comments of the kernel's text write it, and the types of its results."""
@@ -106,3 +110,8 @@ class GeneratedKernel:
     shared_bytes: int = 0
     cluster: int = 1
     ops: tuple[FusedOp, ...] = ()
+
+    @property
+    def addressed(self) -> frozenset[int]:
+        """Numbers of the operands that the text has an address of."""
+        return frozenset(a.operand for a in self.arguments if a.kind in ADDRESSES)

@@ -1,8 +1,7 @@
 """About how long a kernel takes at a point of its space, and what it must take at least.
 
 It is there to put points in order before any is compiled, not to be right: what it leaves out (caches, the compiler,
-the card's power limit) is found out by timing. Numbers are those of a nominal H100 where nothing else is known; of
-other cards the order matters, which depends on ratios.
+the card's power limit) is found out by timing. Of a card that nobody knows, the order matters, which depends on ratios.
 
 Row programs wait for memory, or for instructions to be issued::
 
@@ -18,43 +17,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from moesaic.ir.core import Block
 from moesaic.ir.errors import MoesaicError
 from moesaic.ir.ops import col, math, row, slot
 from moesaic.ir.ops.kernel import narrow_columns
 from moesaic.ir.ops.launch import Kernel
-from moesaic.ir.types import TensorType
+from moesaic.passes.card import Card
+from moesaic.passes.cost import Extents, cost_of
 from moesaic.passes.product_shape import ProductShape
 from moesaic.passes.space import Limits, Point, Space, experts_of, longest_row
 from moesaic.passes.specialize import merging_instructions, padded_columns
-
-
-@dataclass(frozen=True)
-class Card:
-    """What a time is computed from."""
-
-    sms: int = 132
-    clock_hz: float = 1.6e9
-    bandwidth: float = 3.0e12
-    """Bytes a second that a copy kernel reads and writes."""
-    tensor_flops: float = 4096.0
-    """Of 16-bit operands, a clock of a multiprocessor."""
-    l2_bytes: float = 48.0
-    """From the L2 cache, a clock of a multiprocessor."""
-    node_us: float = 1.3
-    """A kernel that does nothing, as a node of a graph."""
-
-
-@dataclass(frozen=True)
-class Load:
-    """How much there is to do: T, and the rows of slots that are live, over the experts that have some."""
-
-    tokens: int
-    rows: int
-    experts: int
-
 
 _ISSUES = 4  # warp instructions a clock
 _FILLING_WARPS = 10  # of a multiprocessor, which then issues all it can
@@ -69,7 +42,7 @@ _MEMORY_LATENCY = 700.0  # clocks until the first stage of a tile is there
 _DISTANCE = 0.01  # of its time, for each choice in which a point differs from the rule's
 
 
-def estimated_us(space: Space, point: Point, load: Load, card: Card) -> float:
+def estimated_us(space: Space, point: Point, load: Extents, card: Card) -> float:
     """About the time of a kernel at a point, in microseconds.
 
     Raises:
@@ -86,14 +59,14 @@ def estimated_us(space: Space, point: Point, load: Load, card: Card) -> float:
     return us * (1.0 + _DISTANCE * changed)
 
 
-def ordered(space: Space, points: list[Point], load: Load, card: Card) -> list[tuple[Point, float]]:
+def ordered(space: Space, points: list[Point], load: Extents, card: Card) -> list[tuple[Point, float]]:
     """The points with their estimates, the shortest first; the rule's before all others."""
     found = [(p, _estimate_or_none(space, p, load, card)) for p in points]
     known = [(p, us) for p, us in found if us is not None]
     return sorted(known, key=lambda item: (item[0] != space.default, item[1], tuple(item[0].items())))
 
 
-def _estimate_or_none(space: Space, point: Point, load: Load, card: Card) -> float | None:
+def _estimate_or_none(space: Space, point: Point, load: Extents, card: Card) -> float | None:
     try:
         return estimated_us(space, point, load, card)
     except MoesaicError:
@@ -103,44 +76,16 @@ def _estimate_or_none(space: Space, point: Point, load: Load, card: Card) -> flo
 # ------------------------------------------------------------------------------------------------------------ floors
 
 
-def bytes_of(op: Kernel, load: Load) -> float:
-    """Bytes of device memory that a kernel must move: each operand once, of matrices those that some row needs."""
-    return sum(_bytes(v.type, load, experts_of(op), written=n >= op.reads) for n, v in enumerate(op.operands))
-
-
-def flops_of(op: Kernel, load: Load) -> float:
-    """FLOPs of its product; 0 where there is none."""
-    extents = {"T": load.tokens, "M": load.rows}
-    products = [o for o in op.region.ops if isinstance(o, slot.Product | slot.Outer)] if op.region is not None else []
-    return sum(o.flops(lambda type: float(type.elements(extents))) for o in products)
-
-
-def floor_us(op: Kernel, load: Load, card: Card) -> float:
+def floor_us(op: Kernel, load: Extents, card: Card) -> float:
     """What bytes and FLOPs need at least, and a launch."""
-    dense = card.tensor_flops * card.sms * card.clock_hz
-    return max(1e6 * bytes_of(op, load) / card.bandwidth, 1e6 * flops_of(op, load) / dense, card.node_us)
-
-
-def _bytes(type: TensorType, load: Load, experts: int, written: bool) -> float:
-    first, *rest = type.shape or (1,)
-    if isinstance(first, int):
-        count = min(first, load.experts) if len(rest) == 2 and experts > 1 and not written else first
-    else:
-        count = {"T": load.tokens, "M": load.rows}.get(type.leading, 0)
-    numbers = float(count)
-    for extent in rest:
-        numbers *= _int(extent)
-    return numbers * type.dtype.bytes
-
-
-def _int(value: object) -> int:
-    return value if isinstance(value, int) else 0
+    cost = cost_of(op, load)
+    return max(1e6 * cost.bytes / card.bandwidth, 1e6 * cost.product_flops / card.dense, card.launch_us)
 
 
 # -------------------------------------------------------------------------------------------------------- row programs
 
 
-def _row_program(op: Kernel, config: Mapping[str, str], load: Load, card: Card, limits: Limits) -> float:
+def _row_program(op: Kernel, config: Mapping[str, str], load: Extents, card: Card, limits: Limits) -> float:
     assert op.region is not None
     experts = longest_row(op)
     lanes, vec, threads, resident = (int(config[n]) for n in ("lanes", "vec", "threads", "resident"))
@@ -169,18 +114,20 @@ def _row_program(op: Kernel, config: Mapping[str, str], load: Load, card: Card, 
     instructions += spilled
     warps = blocks * threads / 32
     tokens_of_block = max(1, threads // lanes)
-    share = min(1.0, load.tokens / (card.sms * blocks * tokens_of_block))  # of what could be resident
+    share = min(1.0, load.tokens / (card.multiprocessors * blocks * tokens_of_block))  # of what could be resident
     clock = card.clock_hz * 1e-6
     per_token = instructions * lanes / 32
-    issue = load.tokens * per_token / (_ISSUES * card.sms * clock * min(1.0, max(share * warps, 1) / _FILLING_WARPS))
-    bytes_each = bytes_of(op, load) / max(load.tokens, 1)
+    busy = card.multiprocessors * min(1.0, max(share * warps, 1) / _FILLING_WARPS)
+    issue = load.tokens * per_token / (_ISSUES * clock * busy)
+    moved = cost_of(op, load).bytes
+    bytes_each = moved / max(load.tokens, 1)
     ahead = 2.0 if config["prefetch"] == "on" else 1.0
     in_flight = share * warps * 32 / lanes * bytes_each * ahead
-    memory = 1e6 * bytes_of(op, load) / card.bandwidth / min(1.0, max(in_flight, 1) / _BYTES_IN_FLIGHT)
+    memory = 1e6 * moved / card.bandwidth / min(1.0, max(in_flight, 1) / _BYTES_IN_FLIGHT)
     chain = instructions * _LATENCY / clock / 2
-    waves = load.tokens / (card.sms * blocks * tokens_of_block)
+    waves = load.tokens / (card.multiprocessors * blocks * tokens_of_block)
     uneven = 1.0 if waves > 8 or config["grid"] != "cover" or waves <= 1 else -(-waves // 1) / waves
-    return (max(issue, memory) + _HIDDEN * min(issue, memory)) * uneven + chain + card.node_us
+    return (max(issue, memory) + _HIDDEN * min(issue, memory)) * uneven + chain + card.launch_us
 
 
 @functools.lru_cache(maxsize=256)
@@ -220,10 +167,10 @@ def _selecting(op: row.TopK, config: Mapping[str, str], slots: int, lanes: int) 
 # ------------------------------------------------------------------------------------------------------------ products
 
 
-def _product(op: Kernel, shape: ProductShape, load: Load, card: Card) -> float:
+def _product(op: Kernel, shape: ProductShape, load: Extents, card: Card) -> float:
     assert op.region is not None
     tiles, depth, parts, grouped_sum = 1.0, 0.0, 1, False
-    experts = max(1, load.experts if experts_of(op) > 1 else 1)
+    experts = max(1, load.live_experts(experts_of(op)))
     each = (load.rows if experts_of(op) > 1 else load.tokens) / experts
     for inner in op.region.ops:
         if isinstance(inner, slot.Product):
@@ -233,7 +180,8 @@ def _product(op: Kernel, shape: ProductShape, load: Load, card: Card) -> float:
             parts = 2 if outer != narrow and not in_turn else 1
             tiles = experts * -(-each // shape.rows) * -(-outer // (parts * shape.columns))
         elif isinstance(inner, slot.GroupedWgrad | slot.Wgrad):
-            a, b = (_int(v.type.shape[-1]) for v in (inner.a, inner.b))
+            a, b = (v.type.shape[-1] for v in (inner.a, inner.b))
+            assert isinstance(a, int) and isinstance(b, int)
             depth, grouped_sum = each, True
             tiles = experts_of(op) * -(-a // shape.rows) * -(-b // shape.columns)
     wide = parts * shape.columns
@@ -249,8 +197,8 @@ def _product(op: Kernel, shape: ProductShape, load: Load, card: Card) -> float:
     stage = max(tensor_clocks * (shape.blocks if not shape.fetches else 1), l2_clocks, latency)
     epilogue = shape.rows * wide / 128 * _EPILOGUE * (0.35 if shape.pingpong else 1.0) / (2 if shape.blocks > 1 else 1)
     tile_clocks = steps * stage + epilogue + (0.0 if grouped_sum else 100.0)
-    resident = card.sms * shape.blocks
+    resident = card.multiprocessors * shape.blocks
     rounds = -(-tiles // resident) if tiles > resident / 2 else 1.0
     compute = rounds * tile_clocks / (card.clock_hz * 1e-6)
-    memory = 1e6 * bytes_of(op, load) / card.bandwidth
-    return max(compute, memory) + _HIDDEN * min(compute, memory) / 2 + card.node_us
+    memory = 1e6 * cost_of(op, load).bytes / card.bandwidth
+    return max(compute, memory) + _HIDDEN * min(compute, memory) / 2 + card.launch_us

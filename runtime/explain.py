@@ -1,7 +1,7 @@
 """What a layer's kernels must do and what they take: bytes, FLOPs, floors, occupancy, memory, and times where there is
 a GPU. Needs neither torch nor a GPU.
 
-The floor of a kernel is the larger of its bytes (each operand once, see `codegen/cost.py`) at the bandwidth of a copy
+The floor of a kernel is the larger of its bytes (each operand once, see `passes/cost.py`) at the bandwidth of a copy
 kernel, and the FLOPs of its products at the rate of a large dense product. The floor of a direction counts only what
 the caller gives and gets, as if nothing between its kernels went through memory.
 """
@@ -14,15 +14,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from moesaic.codegen.cost import Cost, Extents, cost_of
 from moesaic.codegen.kernel import GeneratedKernel
 from moesaic.codegen.resources import Resources
 from moesaic.codegen.target import WARP_THREADS, Target
 from moesaic.ir.errors import InputError, ToolchainError
 from moesaic.ir.ops import slot
 from moesaic.ir.ops.launch import Kernel
+from moesaic.passes.card import H100, Card
+from moesaic.passes.cost import Cost, Extents, cost_of
 from moesaic.runtime import token_buckets
-from moesaic.runtime.card import H100, Card
 from moesaic.runtime.kernels import compiled_kernel
 from moesaic.runtime.memory import Memory, memory_of
 from moesaic.runtime.plan import LaunchPlan
@@ -424,7 +424,7 @@ def _direction(
         if step.blocks_symbol
     }
     extents = Extents(tokens, rows, 1 if any(i.type.leading == "N" for i in plan.inputs) else 0, blocks)
-    costs = [cost_of(op, step.kernel, extents) for op, step in zip(launches, plan.steps, strict=True)]
+    costs = [cost_of(op, extents, step.kernel.addressed) for op, step in zip(launches, plan.steps, strict=True)]
     kernels = [
         _report(op, step.kernel, cost, target, card, resources, times.get(step.kernel.symbol))
         for op, step, cost, resources in zip(launches, plan.steps, costs, used, strict=True)
@@ -479,8 +479,7 @@ def _report(
 
 
 def _floor_us(cost: Cost, card: Card, without: float = 0.0) -> float:
-    moved = cost.bytes_read + cost.bytes_written - without
-    return max(1e6 * moved / card.bandwidth, _flops_us(cost, card))
+    return max(1e6 * (cost.bytes - without) / card.bandwidth, _flops_us(cost, card))
 
 
 def _flops_us(cost: Cost, card: Card) -> float:

@@ -15,7 +15,7 @@ from moesaic.ir.core import Function, Value
 from moesaic.ir.errors import InputError
 from moesaic.ir.ops import col, row, slot
 from moesaic.ir.types import TensorType, dim_value
-from moesaic.runtime.card import LANES, Card
+from moesaic.passes.card import LANES, Card
 from moesaic.runtime.program import Program
 from moesaic.runtime.reference import TORCH_DTYPES
 

@@ -14,9 +14,9 @@ from moesaic.cli import main
 from moesaic.codegen.target import Target, known_targets
 from moesaic.ir.errors import InputError
 from moesaic.ir.types import DType
+from moesaic.passes.card import H100
 from moesaic.runtime import explain as explaining
 from moesaic.runtime import measure
-from moesaic.runtime.card import H100
 from moesaic.runtime.explain import explain
 from moesaic.runtime.measure import draw_inputs
 from moesaic.runtime.program import program_of

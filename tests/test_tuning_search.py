@@ -13,7 +13,9 @@ import pytest
 from test_tuning_spaces import spaces
 
 from moesaic.codegen.kernel import GeneratedKernel
-from moesaic.passes.cost_model import Card, Load, ordered
+from moesaic.passes.card import H100
+from moesaic.passes.cost import Extents
+from moesaic.passes.cost_model import ordered
 from moesaic.passes.kernel_key import KernelKey
 from moesaic.passes.space import Point
 from moesaic.runtime.tuning.journal import Journal
@@ -182,7 +184,7 @@ def test_twenty_of_all(layer: str) -> None:
     rng = random.Random(7)
     off = []
     for space in spaces(layer)[:2]:
-        candidates = ordered(space, space.points(), Load(16384, 16384 * 8, 7), Card())
+        candidates = ordered(space, space.points(), Extents(16384, 16384 * 8, experts=7), H100)
         for _ in range(3):
             worth: dict[tuple[str, str], float] = {}
 

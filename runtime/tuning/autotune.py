@@ -15,7 +15,7 @@ from moesaic.ir.core import Module
 from moesaic.ir.declare import Router
 from moesaic.ir.errors import InputError, InputTypeError, ToolchainError
 from moesaic.ir.types import DType
-from moesaic.passes.cost_model import Card
+from moesaic.passes.card import H100, Card
 from moesaic.runtime import token_buckets
 from moesaic.runtime.compile import CompiledLayer, compile
 from moesaic.runtime.execute import RUNNERS, Runner, alignments, tokens_of
@@ -29,12 +29,10 @@ _SHARE = 3  # of the time that is left, a function gets one over so many where n
 
 
 def _card(device: torch.device) -> Card:
-    """What the cost model knows of a device; the nominal card where there is no GPU."""
+    """What the cost model knows of a device; an H100 where there is no GPU."""
     if device.type != "cuda":
-        return Card()
-    found = measured_card(torch.cuda.current_device() if device.index is None else device.index)
-    flops = found.dense / found.multiprocessors / Card.clock_hz
-    return Card(found.multiprocessors, Card.clock_hz, found.bandwidth, flops, Card.l2_bytes, found.launch_us)
+        return H100
+    return measured_card(torch.cuda.current_device() if device.index is None else device.index)
 
 
 @dataclass

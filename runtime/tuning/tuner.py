@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,9 @@ from moesaic.codegen.kernel import GeneratedKernel
 from moesaic.codegen.target import Target
 from moesaic.ir.errors import MoesaicError
 from moesaic.ir.types import Affine
-from moesaic.passes.cost_model import Card, Load, floor_us, ordered
+from moesaic.passes.card import Card
+from moesaic.passes.cost import Extents
+from moesaic.passes.cost_model import floor_us, ordered
 from moesaic.passes.kernel_key import KernelKey
 from moesaic.passes.space import Point, Space
 from moesaic.passes.specialize import point_text
@@ -114,7 +116,7 @@ def tune(
     cotangents: tuple[str, ...],
     inputs: Sequence[torch.Tensor],
     settings: Settings,
-    card: Card | None = None,
+    card: Card,
 ) -> list[Tuned]:
     """Searches for each kernel of a function that tables do not know, and adds what was found to the user's table.
 
@@ -141,7 +143,6 @@ def tune(
     found = [f for f in found if not settings.kernels or f.space.op.symbol in settings.kernels]
     experts = max((f.key.experts for f in found), default=1)
     load = _load(found, experts, tokens)
-    card = card or replace(Card(), sms=tables.card.sms)
 
     def tuned(one: Tunable, entry: Entry, outcome: Found | None) -> Tuned:
         floor = floor_us(one.space.op, load, card)
@@ -229,9 +230,9 @@ def _note(settings: Settings, key: KernelKey) -> Any:
     return note
 
 
-def _load(found: Sequence[Tunable], experts: int, tokens: int) -> Load:
+def _load(found: Sequence[Tunable], experts: int, tokens: int) -> Extents:
     picks = max((f.key.picks for f in found), default=1) or 1
-    return Load(tokens, tokens * picks, min(experts, tokens * picks))
+    return Extents(tokens, tokens * picks, experts=min(experts, tokens * picks))
 
 
 def _build(space: Space, points: Sequence[Point], compilers: Compilers) -> list[Built | str]:
@@ -258,7 +259,7 @@ def _build(space: Space, points: Sequence[Point], compilers: Compilers) -> list[
     return built
 
 
-def _sets(inputs: Sequence[torch.Tensor], plan: Any, load: Load, device: torch.device) -> list[list[torch.Tensor]]:
+def _sets(inputs: Sequence[torch.Tensor], plan: Any, load: Extents, device: torch.device) -> list[list[torch.Tensor]]:
     """The inputs, and as many copies as exceed the L2 cache together with what is made of them."""
     own = sum(t.numel() * t.element_size() for t in inputs if t.numel() * t.element_size() <= _MOST_COPIED)
     made = 0

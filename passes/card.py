@@ -1,4 +1,4 @@
-"""What a GPU can do at most: the rates that floors are computed from."""
+"""What a GPU can do at most: the rates that floors and estimates are computed from; the runtime measures a GPU's."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ class Card:
         float32: FLOPs a second of float32 multiply-adds outside of tensor cores.
         launch_us: microseconds of a kernel that does nothing, as a node of a graph.
         source: where the rates come from.
+        clock_hz: clocks a second of a multiprocessor that is busy.
+        l2_bytes: from the L2 cache, a clock of a multiprocessor.
     """
 
     name: str
@@ -26,6 +28,13 @@ class Card:
     float32: float
     launch_us: float
     source: str
+    clock_hz: float = 1.6e9
+    l2_bytes: float = 48.0
+
+    @property
+    def tensor_flops(self) -> float:
+        """Of 16-bit operands, a clock of a multiprocessor."""
+        return self.dense / self.multiprocessors / self.clock_hz
 
     def flops(self, kind: str) -> float:
         """FLOPs a second of products of operands of a kind: ``bf16``, ``f16``, ``tf32`` (half as fast) or ``f32``."""

@@ -1,29 +1,25 @@
 """What a kernel must move and compute: bytes of its operands and FLOPs of the ops it fuses, from its launch alone.
 
-Each operand that the kernel's text has an address of is read or written once: rows of tokens whole, rows of slots as
-far as they are live, matrices of experts as far as an expert has a row (what is written of them: all). An input of
-which a kernel only gathers elements counts these. Whatever a cache holds between two kernels counts all the same: it is
-a floor of the kernel, not of the layer.
+Each operand is read or written once: rows of tokens whole, rows of slots as far as they are live, matrices of experts
+as far as an expert has a row (what is written of them: all). An input of which a kernel only gathers elements counts
+these. Where the kernel's text is there, operands that it has no address of do not count. Whatever a cache holds between
+two kernels counts all the same: it is a floor of the kernel, not of the layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from moesaic.codegen.kernel import GeneratedKernel
 from moesaic.ir.core import Value
 from moesaic.ir.ops import row, slot
 from moesaic.ir.ops.launch import Kernel
 from moesaic.ir.types import DType, TensorType
 
-ADDRESSES = ("pointer", "tensor_map")
-"""Kinds of arguments through which a kernel reaches memory."""
-
 
 @dataclass(frozen=True)
 class Extents:
-    """What symbols of shapes stand for.
+    """How much there is to do: what symbols of shapes stand for.
 
     Attributes:
         tokens: T.
@@ -49,8 +45,12 @@ class Extents:
         """Of a tensor; `of_experts`: only matrices that a row is multiplied by count."""
         share = 1.0
         if of_experts and type.rank == 3 and isinstance(type.shape[0], int):
-            share = min(1.0, (self.rows if self.experts is None else self.experts) / max(1, type.shape[0]))
+            share = self.live_experts(type.shape[0]) / max(1, type.shape[0])
         return share * self.size(type) * type.dtype.bytes
+
+    def live_experts(self, experts: int) -> int:
+        """How many of so many experts have a row."""
+        return min(experts, self.rows if self.experts is None else self.experts)
 
 
 @dataclass(frozen=True)
@@ -78,13 +78,22 @@ class Cost:
     def bytes_written(self) -> float:
         return sum(self.written.values())
 
+    @property
+    def bytes(self) -> float:
+        return self.bytes_read + self.bytes_written
 
-def cost_of(op: Kernel, kernel: GeneratedKernel, extents: Extents) -> Cost:
-    """What one launch must move and compute; see the module."""
-    addressed = {a.operand for a in kernel.arguments if a.kind in ADDRESSES}
+
+def cost_of(op: Kernel, extents: Extents, addressed: Collection[int] | None = None) -> Cost:
+    """What one launch must move and compute; see the module.
+
+    Args:
+        op: the launch.
+        extents: how much there is to do.
+        addressed: numbers of the operands that the kernel's text has an address of; ``None``: all.
+    """
     read: dict[int, float] = {}
     written: dict[int, float] = {}
-    for number in sorted(addressed):
+    for number in range(len(op.operands)) if addressed is None else sorted(addressed):
         value = op.operands[number]
         if number < op.reads:
             read[number] = _bytes_read(op, number, extents)
