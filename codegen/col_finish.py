@@ -6,9 +6,10 @@ threads go over the elements of column values, [E] or [N, E], and every thread h
 
 from __future__ import annotations
 
-from moesaic.codegen.kernel import Argument, GeneratedKernel
+from moesaic.codegen.kernel import GeneratedKernel
+from moesaic.codegen.lines import STORAGE, columns_of, comment, definition, fused_ops, literal, register
+from moesaic.codegen.parameters import Parameters
 from moesaic.codegen.render import banner, render
-from moesaic.codegen.row_program import STORAGE, Line, comment, fused_ops, literal, register, short_name
 from moesaic.ir.core import Constant, Op, OpResult, Value
 from moesaic.ir.errors import InternalError, UnsupportedError
 from moesaic.ir.ops import col, math
@@ -37,17 +38,14 @@ class _Emitter:
         self.threads = int(op.configuration["threads"])
         self.sums = op.region.arguments[: op.partials]
         self.ops = op.region.ops[:-1]
-        self.parameters: list[Line] = []
-        self.arguments: list[Argument] = []
-        self.names: dict[Value, str] = {}
-        self.taken = {"i", "tile", "tokens", "sequences", "rows", "moesaic", "kThreads"}
+        self.parameters = Parameters(op, ("i", "tile", "sequences", "kThreads"))
         self.pointers: dict[Value, str] = {}  # of what is read; of a sum, once it is finished
         self.partials: list[str] = []
         self.results: list[tuple[Value, str]] = []
         self.ticket = ""
 
     def generate(self) -> GeneratedKernel:
-        self._parameters()
+        self._ask()
         body, blocks, per_sequence = self._summing()
         if self.ops:
             if self.sums:
@@ -61,14 +59,14 @@ class _Emitter:
                 "banner": banner(self.op, "sums over tokens from partial rows, and what is computed from them"),
                 "symbol": self.op.symbol,
                 "threads": self.threads,
-                "parameters": self.parameters,
+                "parameters": self.parameters.lines,
                 "body": ["  " + line if line and not line.startswith("#") else line for line in body],
             },
         )
         return GeneratedKernel(
             symbol=self.op.symbol,
             source=source,
-            arguments=tuple(self.arguments),
+            arguments=tuple(self.parameters.arguments),
             threads=self.threads,
             rows_per_block=1,
             grid="fixed",
@@ -79,42 +77,27 @@ class _Emitter:
 
     # ------------------------------------------------------------------------------------------------ parameters
 
-    def _parameters(self) -> None:
+    def _ask(self) -> None:
         loaded = {v for op in self.ops for v in op.operands[: operands_read(op)]}
         for index, value in enumerate(self.region.arguments):
             if index < self.op.partials:
-                self.partials.append(self._pointer(index, value, "const "))
+                self.partials.append(self.parameters.pointer(index))
             elif index == self.op.partials and self.sums and self.ops:
-                self.ticket = self._pointer(index, value, "")
+                self.ticket = self.parameters.pointer(index, written=True)
             elif value in loaded:
-                self.pointers[value] = self._pointer(index, value, "const ")
+                self.pointers[value] = self.parameters.pointer(index)
         for number, result in enumerate(self.region.terminator.operands):
-            pointer = self._pointer(self.op.reads + number, result, "")
+            pointer = self.parameters.pointer(self.op.reads + number)
             self.results.append((result, pointer))
             if result in self.sums:
                 self.pointers[result] = pointer
         if self.sums:
-            self._rows("rows", 0, "partial rows: blocks of the kernel before")
+            self.parameters.rows("rows", 0, "partial rows: blocks of the kernel before")
         if any(isinstance(op, col.Rows) and op.x.type.leading == "T" for op in self.ops):
-            self.parameters.append(Line(declaration="long long tokens"))
-            self.arguments.append(Argument("tokens"))
+            self.parameters.tokens()
         by_sequence = [i for i, v in enumerate(self.op.operands) if v.type.leading == "N"]
         if by_sequence:
-            self._rows("sequences", by_sequence[0], "")
-
-    def _pointer(self, index: int, value: Value, qualifier: str) -> str:
-        given = self.op.operands[index]
-        name = self._unique(f"{given.name or value.name or ('in' if index < self.op.reads else 'out')}_ptr")
-        shape = f"[{', '.join(map(str, given.type.shape))}]"
-        self.parameters.append(
-            Line(declaration=f"{qualifier}{STORAGE[value.type.dtype]}* __restrict__ {name}", why=shape)
-        )
-        self.arguments.append(Argument("pointer", index))
-        return name
-
-    def _rows(self, name: str, index: int, why: str) -> None:
-        self.parameters.append(Line(declaration=f"long long {name}", why=why))
-        self.arguments.append(Argument("rows", index))
+            self.parameters.rows("sequences", by_sequence[0])
 
     # ------------------------------------------------------------------------------------------------------ sums
 
@@ -123,7 +106,7 @@ class _Emitter:
         lines = ["int tile = blockIdx.x;"] if self.sums else []
         blocks = per_sequence = 0
         for number, (value, partial) in enumerate(zip(self.sums, self.partials, strict=True)):
-            columns = _columns(value)
+            columns = columns_of(value)
             tiles = -(-columns // TILE_COLUMNS)
             total = self.pointers[value]
             last = number == len(self.sums) - 1
@@ -160,7 +143,7 @@ class _Emitter:
             elif not isinstance(op, math.Elementwise):
                 raise UnsupportedError(f"{op.name} has no form over column values")
             elif _is_number(value):
-                lines.append(self._assignment(op, value))
+                lines.append(definition(op, self._read, self._name))
         numbers = [(v, p) for v, p in self.results if v not in self.sums and _is_number(v)]
         if numbers:
             lines.append("if (threadIdx.x == 0) {")
@@ -183,13 +166,13 @@ class _Emitter:
 
     def _loop(self, value: Value, last: str) -> list[str]:
         """A loop of the block's threads over the elements of a value, which `last` then uses."""
-        columns = _columns(value)
+        columns = columns_of(value)
         end = f"sequences * {columns}" if value.type.leading == "N" else str(columns)
         inside: list[str] = []
         for needed in self._elements(value):
             if isinstance(needed, OpResult):
                 assert isinstance(needed.op, math.Elementwise)
-                inside.append(self._assignment(needed.op, needed))
+                inside.append(definition(needed.op, self._read, self._name))
             else:
                 where = f"{self.pointers[needed]} + {_place(needed, value)}"
                 inside.append(f"const {register(needed)} {self._name(needed)} = {self._load(needed, where)};")
@@ -214,9 +197,8 @@ class _Emitter:
         visit(value)
         return list(found)
 
-    def _assignment(self, op: math.Elementwise, value: Value) -> str:
-        operands = [literal(v.value) if isinstance(v, Constant) else self._name(v) for v in op.operands]
-        return f"const {register(value)} {self._name(value)} = {op.cuda_expression(*operands)};  // {self._comment(op)}"
+    def _read(self, value: Value) -> str:
+        return literal(value.value) if isinstance(value, Constant) else self._name(value)
 
     def _load(self, value: Value, where: str) -> str:
         loaded = f"moesaic::{'load_written' if value in self.sums else 'load_one'}({where})"
@@ -229,34 +211,16 @@ class _Emitter:
         return comment(op, self._name)
 
     def _name(self, value: Value) -> str:
-        if value not in self.names:
-            base = "".join(c if c.isalnum() or c == "_" else "_" for c in value.name)
-            self.names[value] = self._unique(base if base and not base[0].isdigit() else short_name(value))
-        return self.names[value]
-
-    def _unique(self, base: str) -> str:
-        name, number = base, 2
-        while name in self.taken:
-            name = f"{base}{number}"
-            number += 1
-        self.taken.add(name)
-        return name
-
-
-def _columns(value: Value) -> int:
-    last = value.type.shape[-1] if value.type.shape else 1
-    if not isinstance(last, int):
-        raise InternalError(f"a column value without a constant length: {value.type}")
-    return last
+        return self.parameters.of(value)
 
 
 def _is_number(value: Value) -> bool:
-    return value.type.leading == "" and _columns(value) == 1
+    return value.type.leading == "" and columns_of(value) == 1
 
 
 def _place(value: Value, loop: Value) -> str:
     """The element of a value that belongs to element i of another, by NumPy's rule."""
-    columns = _columns(loop)
+    columns = columns_of(loop)
     if value.type.shape == loop.type.shape:
         return "i"
     if value.type.leading == "N":

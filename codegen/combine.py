@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from moesaic.codegen.elementwise import Region, aligned_rows
 from moesaic.codegen.kernel import GeneratedKernel
+from moesaic.codegen.lines import register
 from moesaic.codegen.parameters import storage
 from moesaic.codegen.render import banner, indented, render
-from moesaic.codegen.row_program import register
 from moesaic.ir.core import Value
 from moesaic.ir.errors import InternalError, UnsupportedError
 from moesaic.ir.ops import math, slot

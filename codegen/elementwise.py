@@ -1,12 +1,16 @@
-"""Elementwise ops of a region as lines of CUDA: names, operands and conversions that kernels over slots share."""
+"""Elementwise ops of a region as lines of CUDA: operands and conversions that kernels over picks and tokens share.
+
+A thread has an element of each value, or a few neighbouring ones. Row programs and tiles are another matter: there each
+value has a layout, over lanes or over a tile, which decides on its loop; see ``row_program`` and ``epilogue``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from moesaic.codegen.kernel import FusedOp
+from moesaic.codegen.lines import STORAGE, comment, definition, fused_ops, literal, register
 from moesaic.codegen.parameters import Parameters, storage
-from moesaic.codegen.row_program import STORAGE, comment, fused_ops, literal, register, short_name
 from moesaic.ir.core import Block, BlockArgument, Constant, Op, Value
 from moesaic.ir.errors import InternalError
 from moesaic.ir.ops import math
@@ -33,12 +37,9 @@ class Region:
             raise InternalError(f"{op.symbol}: a kernel without a region")
         self.op = op
         self.body: Block = op.region
-        self.parameters = Parameters(op, (*taken, *_WORDS))
+        self.parameters = Parameters(op, ("v", *taken))
         self.arrays: set[Value] = set()
         self.pointers: dict[Value, tuple[str, str]] = {}
-        self._names: dict[Value, str] = {}
-        config = op.configuration
-        self._alignment = [int(a) for a in config.get("alignment", "").split(",") if a]
         self._rounded: dict[Value, Value] = {
             inner.results[0]: inner.operands[0] for inner in self.body.ops if self._is_store_cast(inner)
         }
@@ -66,7 +67,7 @@ class Region:
         """Bytes that the address of every row of an argument is aligned to, at most 16."""
         assert isinstance(value, BlockArgument)
         index = self.body.arguments.index(value)
-        known = self._alignment[index] if index < len(self._alignment) else 16
+        known = self.parameters.alignment[index] if index < len(self.parameters.alignment) else 16
         return max(self.op.operands[index].type.dtype.bytes, min(known, aligned_rows(self.op, index)))
 
     def _is_store_cast(self, op: Op) -> bool:
@@ -78,10 +79,7 @@ class Region:
         return all(user is self.body.terminator for user in self.body.users(op.y))
 
     def name(self, value: Value) -> str:
-        if value not in self._names:
-            base = "".join(c if c.isalnum() or c == "_" else "_" for c in value.name)
-            self._names[value] = self.unique(base if base and not base[0].isdigit() else short_name(value))
-        return self._names[value]
+        return self.parameters.of(value)
 
     def unique(self, base: str) -> str:
         return self.parameters.unique(base)
@@ -104,8 +102,7 @@ class Region:
         """A line that declares the result; empty where the store converts."""
         if op.results[0] in self._rounded:
             return ""
-        expression = op.cuda_expression(*(self.read(v) for v in op.operands))
-        return f"const {register(op.results[0])} {self.name(op.results[0])} = {expression};  // {self.comment(op)}"
+        return definition(op, self.read, self.name)
 
     def widened(self, value: Value, element: str) -> str:
         """An element as it is stored, in the type it has in registers."""
@@ -126,12 +123,3 @@ def aligned_rows(op: Kernel, index: int) -> int:
     assert isinstance(columns, int)
     size = columns * type.dtype.bytes
     return min(16, size & -size)
-
-
-# Words that a value might be called and that mean something else in the text.
-_WORDS = """
-    threadIdx blockIdx blockDim gridDim int float double bool char long short signed unsigned const auto void for if
-    else while do switch case default break continue return goto new delete this class struct union enum template
-    typename using namespace static extern register volatile inline operator public private protected virtual try
-    catch throw true false sizeof and or not xor min max exp log sqrt v
-    """.split()  # noqa: SIM905 - a list of strings would take a page

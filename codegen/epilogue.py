@@ -12,146 +12,22 @@ from __future__ import annotations
 import math as python_math
 from collections.abc import Callable, Sequence
 
-from moesaic.codegen.kernel import Argument, TensorMap
-from moesaic.codegen.row_program import STORAGE, Line, comment, literal, register, short_name
+from moesaic.codegen.lines import STORAGE, columns_of, comment, literal, register
+from moesaic.codegen.names import short_name
+from moesaic.codegen.parameters import Parameters
 from moesaic.codegen.target import Target
-from moesaic.ir.core import Block, BlockArgument, Constant, Op, OpResult, Value
-from moesaic.ir.errors import InternalError, UnsupportedError
+from moesaic.ir.core import BlockArgument, Constant, Op, OpResult, Value
+from moesaic.ir.errors import UnsupportedError
 from moesaic.ir.ops import math, row, slot
 from moesaic.ir.ops.launch import Kernel
 from moesaic.ir.types import DType
 from moesaic.passes.product_shape import ProductShape
 
-
-def columns_of(value: Value) -> int:
-    """The constant length of a value's rows."""
-    last = value.type.shape[-1] if value.type.shape else 1
-    if not isinstance(last, int):
-        raise InternalError(f"rows without a constant length: {value.type}")
-    return last
-
-
-class Parameters:
-    """The parameters of a kernel: those that its text asks for, in the order of asking."""
-
-    def __init__(self, op: Kernel) -> None:
-        if op.region is None:
-            raise InternalError(f"{op.symbol}: a kernel without a region")
-        self.op = op
-        self.region: Block = op.region
-        aligned = op.configuration.get("alignment", "")
-        self.alignment = [int(a) for a in aligned.split(",")] if aligned else []
-        self.lines: list[Line] = []
-        self.arguments: list[Argument] = []
-        self.taken = {
-            "tile",
-            "row",
-            "column",
-            "slot",
-            "slots",
-            "token",
-            "tokens",
-            "expert",
-            "left",
-            "right",
-            "i",
-            "j",
-            "v",
-            "n",
-        }
-        self._asked: dict[tuple[str, int, TensorMap | None], str] = {}
-
-    def unique(self, base: str) -> str:
-        """A C++ name like `base` that nothing has yet."""
-        base = "".join(c if c.isalnum() or c == "_" else "_" for c in base)
-        if not base or base[0].isdigit():
-            base = f"v{base}"
-        name, number = base, 2
-        while name in self.taken:
-            name = f"{base}{number}"
-            number += 1
-        self.taken.add(name)
-        return name
-
-    def index(self, value: Value) -> int:
-        """The operand that an argument of the region stands for."""
-        assert isinstance(value, BlockArgument)
-        return self.region.arguments.index(value)
-
-    def given(self, index: int) -> Value:
-        return self.op.operands[index]
-
-    def align(self, index: int) -> int:
-        """Bytes that the rows of an operand are aligned to."""
-        given = self.given(index)
-        size = given.type.dtype.bytes
-        if index < self.op.reads and isinstance(given, BlockArgument) and index < len(self.alignment):
-            return self.alignment[index]
-        return python_math.gcd(16, columns_of(given) * size)
-
-    def pointer(self, index: int) -> str:
-        given = self.given(index)
-        inside = self.region.arguments[index] if index < self.op.reads else None
-        name = given.name or (inside.name if inside is not None else "")
-        qualifier = "const " if index < self.op.reads else ""
-        fallback = "in" if index < self.op.reads else "out"
-        return self._ask(
-            "pointer",
-            index,
-            f"{name or fallback}_ptr",
-            f"{qualifier}{STORAGE[given.type.dtype]}* __restrict__ ",
-            _shape(given),
-        )
-
-    def stride(self, index: int) -> str:
-        """Elements between rows of an operand: a parameter where the caller decides."""
-        given = self.given(index)
-        if index < self.op.reads and isinstance(given, BlockArgument) and given.type.rank > 1:
-            return self._ask("stride", index, f"{given.name}_stride", "long long ", "")
-        columns = 1
-        for size in given.type.shape[1:]:
-            assert isinstance(size, int)
-            columns *= size
-        return f"{columns}LL"
-
-    def row_stride(self, index: int) -> str:
-        """Elements between the rows of the matrices [E, m, n] of an operand."""
-        return self._ask("inner_stride", index, f"{self.given(index).name}_row_stride", "long long ", "")
-
-    def tensor_map(self, index: int, box_rows: int, box_columns: int = 64) -> str:
-        """How the copy engine finds an operand [E, m, n] or [R, n]; boxes have so many rows and columns."""
-        given = self.given(index)
-        *outer, rows, columns = given.type.shape
-        matrices = outer[0] if outer else 1
-        assert isinstance(columns, int) and isinstance(matrices, int)
-        known = rows if isinstance(rows, int) else 0
-        map = TensorMap(columns, known, matrices, box_rows, box_columns, given.type.dtype.value)
-        name = f"{given.name or ('in' if index < self.op.reads else 'out')}_map"
-        return self._ask(
-            "tensor_map", index, name, "const __grid_constant__ moesaic::TensorMap ", _shape(given), map=map
-        )
-
-    def rows(self, index: int, name: str) -> str:
-        """The number of rows of an operand."""
-        return self._ask("rows", index, name, "long long ", "", keep=True)
-
-    def tokens(self) -> str:
-        """T."""
-        return self._ask("tokens", -1, "tokens", "long long ", "", keep=True)
-
-    def _ask(
-        self, kind: str, index: int, name: str, type: str, why: str, keep: bool = False, map: TensorMap | None = None
-    ) -> str:
-        key = (kind, index, map)
-        if key not in self._asked:
-            self._asked[key] = name if keep else self.unique(name)
-            self.lines.append(Line(declaration=f"{type}{self._asked[key]}", why=why))
-            self.arguments.append(Argument(kind, index, map))
-        return self._asked[key]
-
-
-def _shape(value: Value) -> str:
-    return f"[{', '.join(map(str, value.type.shape))}]"
+TILE_NAMES = (
+    *("tile", "row", "column", "slot", "slots", "token", "expert"),
+    *("left", "right", "i", "j", "v", "n"),
+)
+"""What else has a name in templates of tiles and rows."""
 
 
 class Epilogue:

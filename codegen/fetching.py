@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from moesaic.codegen.epilogue import Parameters
+from moesaic.codegen.parameters import Parameters
 from moesaic.codegen.render import indented
 from moesaic.passes.product_shape import ProductShape
 

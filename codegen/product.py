@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math as python_math
 
-from moesaic.codegen.epilogue import Epilogue, Parameters, check_target
+from moesaic.codegen.epilogue import TILE_NAMES, Epilogue, check_target
 from moesaic.codegen.fetching import Boxes, Fetch, box_rows, in_two_roles, tile_type
 from moesaic.codegen.kernel import GeneratedKernel
+from moesaic.codegen.lines import STORAGE, Line, comment, fused_ops
+from moesaic.codegen.parameters import Parameters
 from moesaic.codegen.render import banner, indented, render
-from moesaic.codegen.row_program import STORAGE, Line, comment, fused_ops
 from moesaic.codegen.staging import Staging
 from moesaic.ir.core import Op, OpResult, Value
 from moesaic.ir.errors import InternalError, UnsupportedError
@@ -35,7 +36,7 @@ def generate(op: Kernel) -> GeneratedKernel:
 class _Emitter:
     def __init__(self, op: Kernel) -> None:
         self.op = op
-        self.parameters = Parameters(op)
+        self.parameters = Parameters(op, TILE_NAMES)
         self.region = self.parameters.region
         self.shape = ProductShape.parse(op.configuration)
         target = check_target(op, self.shape)

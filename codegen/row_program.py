@@ -10,11 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from moesaic.codegen.kernel import Argument, FusedOp, GeneratedKernel
+from moesaic.codegen.kernel import Argument, GeneratedKernel
+from moesaic.codegen.lines import INTEGERS, STORAGE, Line, comment, fused_ops, literal, register
+from moesaic.codegen.names import short_name
 from moesaic.codegen.render import banner, indented, render
 from moesaic.codegen.target import WARP_THREADS, Target
-from moesaic.ir.attributes import format_attributes, format_float
-from moesaic.ir.core import Block, BlockArgument, Constant, Op, OpResult, Value
+from moesaic.ir.core import BlockArgument, Constant, Op, OpResult, Value
 from moesaic.ir.errors import InternalError, UnsupportedError
 from moesaic.ir.ops import col, math, row
 from moesaic.ir.ops.kernel import Ticket, segments_of
@@ -23,34 +24,8 @@ from moesaic.ir.types import DType
 from moesaic.passes.row_layout import Layout, experts_columns, infer_layouts, read_in_registers, sparse_results
 from moesaic.passes.specialize import DIGIT_WORDS, RadixShape, exchanged_bytes, padded_columns
 
-STORAGE = {
-    DType.BF16: "__nv_bfloat16",
-    DType.F16: "__half",
-    DType.F32: "float",
-    DType.I1: "bool",
-    DType.U8: "unsigned char",
-    DType.I16: "short",
-    DType.I32: "int",
-    DType.I64: "long long",
-}
-"""C++ type of an element in memory."""
-
-
-_INTEGERS = (DType.I16, DType.I32, DType.I64)
-
 _MAY_BE_AWAY = ", /*kMayBeAway=*/true"
 """For picks that may be -1."""
-
-
-@dataclass(frozen=True)
-class Line:
-    """A named constant, alias or parameter, with the reason it is there."""
-
-    name: str = ""
-    value: str = ""
-    definition: str = ""
-    declaration: str = ""
-    why: str = ""
 
 
 @dataclass
@@ -239,7 +214,7 @@ class _Emitter:
             pointer = self.parameter_of[argument]
             name = self._name(argument)
             align = self.alignment[index] if index < len(self.alignment) else 16
-            kind = register(argument) if argument.type.dtype in _INTEGERS else "float"
+            kind = register(argument) if argument.type.dtype in INTEGERS else "float"
             sequence = f" + sequence * {pointer}_stride" if argument.type.leading == "N" else ""
             if layout.kind == "experts" and self.prefetch and kind == "float":
                 section += self._prefetched(argument, self._align(argument, align))
@@ -365,7 +340,7 @@ class _Emitter:
         """A rounding that only feeds a store, or another width of integers: the store converts."""
         if not isinstance(op, math.Cast) or op.y.type.dtype not in (DType.BF16, DType.F16, DType.I16, DType.I64):
             return False
-        if op.y.type.dtype in _INTEGERS and op.x.type.dtype not in _INTEGERS:
+        if op.y.type.dtype in INTEGERS and op.x.type.dtype not in INTEGERS:
             return False
         users = [u for u in self.region.ops if op.results[0] in u.operands]
         return all(u is self.region.terminator for u in users) and not isinstance(op.operands[0], Constant)
@@ -1010,68 +985,6 @@ _RESERVED = frozenset(
     blockIdx blockDim gridDim
     """.split()  # noqa: SIM905 - a list of strings would take a page
 )
-
-
-def short_name(value: Value) -> str:
-    """A name for a value that has none: after the op that makes it."""
-    if isinstance(value, OpResult):
-        return {
-            "add": "sum",
-            "sub": "difference",
-            "mul": "product",
-            "div": "quotient",
-            "safe_div": "quotient",
-            "select": "chosen",
-            "equal": "is_equal",
-            "less": "is_less",
-            "neg": "negated",
-            "exp": "exponential",
-            "sqrt": "root",
-            "log": "logarithm",
-            "max": "largest",
-            "sum": "total",
-            "cast": "rounded",
-            "membership": "picked_here",
-            "bitmap": "bits",
-            "given": "picks",
-            "squeeze": "number",
-            "unsqueeze": "number",
-            "gather": "gathered",
-            "scatter": "spread",
-            "combine": "combined",
-            "to_picks": "of_pick",
-        }.get(value.op.name.split(".")[1], value.op.name.split(".")[1])
-    return "x"
-
-
-def comment(op: Op, name: Callable[[Value], str]) -> str:
-    """The op as text, with the names its values have in the code."""
-    results = ", ".join("%" + name(r) for r in op.results)
-    operands = ", ".join(format_float(v.value) if isinstance(v, Constant) else "%" + name(v) for v in op.operands)
-    attributes = f" {format_attributes(op.attributes)}" if op.attributes else ""
-    return f"{results} = {op.name} {operands}{attributes}"
-
-
-def fused_ops(region: Block, name: Callable[[Value], str]) -> tuple[FusedOp, ...]:
-    """All ops of a region, in order, with the names that values have in the code."""
-    return tuple(FusedOp(comment(op, name), ", ".join(str(r.type) for r in op.results)) for op in region.ops[:-1])
-
-
-def register(value: Value) -> str:
-    """C++ type of an element in a register."""
-    if value.type.dtype in (DType.I1, DType.U8):
-        return "bool"
-    return STORAGE[value.type.dtype] if value.type.dtype in _INTEGERS else "float"
-
-
-def literal(value: float) -> str:
-    """A float32 as C++ has it."""
-    if value != value:
-        return "moesaic::not_a_number()"
-    if value in (float("inf"), float("-inf")):
-        return "moesaic::infinity()" if value > 0 else "-moesaic::infinity()"
-    text = format_float(value)
-    return f"{text}f" if value >= 0 and not text.startswith("-") else f"({text}f)"
 
 
 def _spaced(lines: Sequence[str]) -> list[str]:

@@ -5,10 +5,11 @@ A warp has a row at a time. Dead rows get zeros.
 
 from __future__ import annotations
 
-from moesaic.codegen.epilogue import Epilogue, Parameters, columns_of
+from moesaic.codegen.epilogue import TILE_NAMES, Epilogue
 from moesaic.codegen.kernel import GeneratedKernel
+from moesaic.codegen.lines import STORAGE, Line, columns_of, fused_ops
+from moesaic.codegen.parameters import Parameters
 from moesaic.codegen.render import banner, indented, render
-from moesaic.codegen.row_program import STORAGE, Line, fused_ops
 from moesaic.ir.core import Block, Value
 from moesaic.ir.ops import slot
 from moesaic.ir.ops.launch import Kernel
@@ -22,7 +23,7 @@ def generate(op: Kernel) -> GeneratedKernel:
     Raises:
         UnsupportedError: the region holds something the template family has no form for; names the op.
     """
-    parameters = Parameters(op)
+    parameters = Parameters(op, TILE_NAMES)
     region = parameters.region
     threads = int(op.configuration["threads"])
     # Of tokens, all rows are in use.
@@ -40,9 +41,9 @@ def generate(op: Kernel) -> GeneratedKernel:
     if of_tokens:
         count = parameters.tokens()
     elif live is None:  # numbers computed from numbers, garbage from garbage
-        count = parameters.rows(next(i for i, a in enumerate(region.arguments) if a.type.leading == leading), "slots")
+        count = parameters.rows("slots", next(i for i, a in enumerate(region.arguments) if a.type.leading == leading))
     else:
-        count = parameters.rows(parameters.index(live), "slots")
+        count = parameters.rows("slots", parameters.index(live))
         dead = _dead(parameters, parameters.pointer(parameters.index(live)))
     epilogue = Epilogue(parameters, columns, vector, None, place)
     epilogue.emit([])

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moesaic.codegen.epilogue import Parameters, columns_of
+from moesaic.codegen.lines import STORAGE, columns_of
+from moesaic.codegen.parameters import Parameters
 from moesaic.codegen.render import indented
-from moesaic.codegen.row_program import STORAGE
 from moesaic.ir.core import Block, OpResult
 from moesaic.ir.ops import row, slot
 from moesaic.passes.product_shape import ProductShape, reads_columns

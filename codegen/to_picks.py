@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from moesaic.codegen.elementwise import Region
 from moesaic.codegen.kernel import GeneratedKernel
+from moesaic.codegen.lines import register
 from moesaic.codegen.render import banner, indented, render
-from moesaic.codegen.row_program import register
 from moesaic.ir.core import BlockArgument, Value
 from moesaic.ir.errors import InternalError, UnsupportedError
 from moesaic.ir.ops import math, slot

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import math as python_math
 
-from moesaic.codegen.epilogue import Parameters, check_target, columns_of
+from moesaic.codegen.epilogue import TILE_NAMES, check_target
 from moesaic.codegen.fetching import Boxes, Fetch, in_two_roles, tile_type
 from moesaic.codegen.kernel import GeneratedKernel
+from moesaic.codegen.lines import STORAGE, Line, columns_of, comment, fused_ops
+from moesaic.codegen.names import short_name
+from moesaic.codegen.parameters import Parameters
 from moesaic.codegen.render import banner, indented, render
-from moesaic.codegen.row_program import STORAGE, Line, comment, fused_ops, short_name
 from moesaic.codegen.staging import Staging
 from moesaic.ir.core import BlockArgument, OpResult, Value
 from moesaic.ir.errors import InternalError, UnsupportedError
@@ -35,7 +37,7 @@ def generate(op: Kernel) -> GeneratedKernel:
 class _Emitter:
     def __init__(self, op: Kernel) -> None:
         self.op = op
-        self.parameters = Parameters(op)
+        self.parameters = Parameters(op, TILE_NAMES)
         self.region = self.parameters.region
         self.shape = ProductShape.parse(op.configuration)
         target = check_target(op, self.shape)

@@ -1,0 +1,83 @@
+"""What lines of CUDA are made of: types of elements, constants, ops as expressions and as comments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from moesaic.codegen.kernel import FusedOp
+from moesaic.ir.attributes import format_attributes, format_float
+from moesaic.ir.core import Block, Constant, Op, Value
+from moesaic.ir.errors import InternalError
+from moesaic.ir.ops import math
+from moesaic.ir.types import DType
+
+STORAGE = {
+    DType.BF16: "__nv_bfloat16",
+    DType.F16: "__half",
+    DType.F32: "float",
+    DType.I1: "bool",
+    DType.U8: "unsigned char",
+    DType.I16: "short",
+    DType.I32: "int",
+    DType.I64: "long long",
+}
+"""C++ type of an element in memory."""
+
+INTEGERS = (DType.I16, DType.I32, DType.I64)
+
+
+@dataclass(frozen=True)
+class Line:
+    """A named constant, alias or parameter, with the reason it is there."""
+
+    name: str = ""
+    value: str = ""
+    definition: str = ""
+    declaration: str = ""
+    why: str = ""
+
+
+def register(value: Value) -> str:
+    """C++ type of an element in a register."""
+    if value.type.dtype in (DType.I1, DType.U8):
+        return "bool"
+    return STORAGE[value.type.dtype] if value.type.dtype in INTEGERS else "float"
+
+
+def columns_of(value: Value) -> int:
+    """The constant length of a value's rows."""
+    last = value.type.shape[-1] if value.type.shape else 1
+    if not isinstance(last, int):
+        raise InternalError(f"rows without a constant length: {value.type}")
+    return last
+
+
+def literal(value: float) -> str:
+    """A float32 as C++ has it."""
+    if value != value:
+        return "moesaic::not_a_number()"
+    if value in (float("inf"), float("-inf")):
+        return "moesaic::infinity()" if value > 0 else "-moesaic::infinity()"
+    text = format_float(value)
+    return f"{text}f" if value >= 0 and not text.startswith("-") else f"({text}f)"
+
+
+def definition(op: math.Elementwise, read: Callable[[Value], str], name: Callable[[Value], str]) -> str:
+    """The line that computes one element of an op's result and names it; `read` is how an operand's is read."""
+    [result] = op.results
+    expression = op.cuda_expression(*map(read, op.operands))
+    return f"const {register(result)} {name(result)} = {expression};  // {comment(op, name)}"
+
+
+def comment(op: Op, name: Callable[[Value], str]) -> str:
+    """The op as text, with the names its values have in the code."""
+    results = ", ".join("%" + name(r) for r in op.results)
+    operands = ", ".join(format_float(v.value) if isinstance(v, Constant) else "%" + name(v) for v in op.operands)
+    attributes = f" {format_attributes(op.attributes)}" if op.attributes else ""
+    return f"{results} = {op.name} {operands}{attributes}"
+
+
+def fused_ops(region: Block, name: Callable[[Value], str]) -> tuple[FusedOp, ...]:
+    """All ops of a region, in order, with the names that values have in the code."""
+    return tuple(FusedOp(comment(op, name), ", ".join(str(r.type) for r in op.results)) for op in region.ops[:-1])
