@@ -38,7 +38,7 @@ class _Emitter:
         self.threads = int(op.configuration["threads"])
         self.sums = op.region.arguments[: op.partials]
         self.ops = op.region.ops[:-1]
-        self.parameters = Parameters(op, ("i", "tile", "sequences", "kThreads"))
+        self.parameters = Parameters(op, ("i", "tile", "rows", "sequences", "kThreads"))
         self.pointers: dict[Value, str] = {}  # of what is read; of a sum, once it is finished
         self.partials: list[str] = []
         self.results: list[tuple[Value, str]] = []

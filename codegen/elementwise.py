@@ -37,7 +37,7 @@ class Region:
             raise InternalError(f"{op.symbol}: a kernel without a region")
         self.op = op
         self.body: Block = op.region
-        self.parameters = Parameters(op, ("v", *taken))
+        self.parameters = Parameters(op, ("v", "rows", *taken))
         self.arrays: set[Value] = set()
         self.pointers: dict[Value, tuple[str, str]] = {}
         self._rounded: dict[Value, Value] = {

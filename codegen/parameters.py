@@ -22,7 +22,7 @@ class Parameters(Names):
     """
 
     def __init__(self, op: Kernel, taken: Iterable[str] = ()) -> None:
-        super().__init__(("tokens", "rows", *taken))
+        super().__init__(("tokens", *taken))
         self.op = op
         aligned = op.configuration.get("alignment", "")
         self.alignment = [int(a) for a in aligned.split(",")] if aligned else []
@@ -58,11 +58,11 @@ class Parameters(Names):
         declared = f"{'const ' if const else ''}{storage(self.op, index)}* __restrict__ "
         return self._ask("pointer", index, f"{self._base(index)}_ptr", declared, _shape(self.given(index)))
 
-    def stride(self, index: int, why: str = "") -> str:
+    def stride(self, index: int, why: str = "", name: str = "") -> str:
         """Elements between rows of an operand: a parameter where the caller decides, and a number elsewhere."""
         given = self.given(index)
         if index < self.op.reads and isinstance(given, BlockArgument) and given.type.rank > 1:
-            return self._ask("stride", index, f"{self._base(index)}_stride", "long long ", why)
+            return self._ask("stride", index, name or f"{self._base(index)}_stride", "long long ", why)
         columns = 1
         for size in given.type.shape[1:]:
             assert isinstance(size, int)

@@ -1,0 +1,113 @@
+"""Elementwise ops of a row program: those in one layout that follow one another share a loop over a lane's slots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from moesaic.codegen.lines import INTEGERS, definition, register
+from moesaic.codegen.row_program.text import Text
+from moesaic.ir.core import Constant, Op, Value
+from moesaic.ir.ops import math
+from moesaic.ir.types import DType
+from moesaic.passes.row_layout import Layout
+
+
+class Runs:
+    """Takes the ops of a region apart into runs of elementwise ops, and collectives on their own."""
+
+    def __init__(self, text: Text) -> None:
+        self.text = text
+
+    def emit(self, collective: Callable[[Op], list[str]]) -> None:
+        """Writes the sections of the loop body; `collective` has the lines of an op that is not elementwise."""
+        text = self.text
+        casts = [op for op in text.region.ops[:-1] if self._is_store_cast(op)]
+        waiting = [op for op in text.region.ops[:-1] if op not in casts]
+        for op in casts:
+            text.parameters.share(op.results[0], op.operands[0])
+        ready: set[Value] = set(text.region.arguments)
+        while waiting:
+            head = waiting[0]
+            if not isinstance(head, math.Elementwise):
+                if head not in text.sparse.values():
+                    self._add(collective(head))
+                waiting.pop(0)
+                ready.update(head.results)
+                continue
+            layout = text.layouts[head.results[0]]
+            run: list[math.Elementwise] = []
+            rest: list[Op] = []
+            for op in waiting:
+                fits = isinstance(op, math.Elementwise) and text.layouts[op.results[0]] == layout
+                if fits and all(v in ready or isinstance(v, Constant) for v in op.operands):
+                    assert isinstance(op, math.Elementwise)
+                    run.append(op)
+                    ready.update(op.results)
+                else:
+                    rest.append(op)
+            self._add(self._run(run, layout))
+            waiting = rest
+
+    def _add(self, section: list[str]) -> None:
+        if section:
+            self.text.body.append(section)
+
+    def _is_store_cast(self, op: Op) -> bool:
+        """A rounding that only feeds a store, or another width of integers: the store converts."""
+        if not isinstance(op, math.Cast) or op.y.type.dtype not in (DType.BF16, DType.F16, DType.I16, DType.I64):
+            return False
+        if op.y.type.dtype in INTEGERS and op.x.type.dtype not in INTEGERS:
+            return False
+        users = self._users(op.results[0])
+        return all(u is self.text.region.terminator for u in users) and not isinstance(op.operands[0], Constant)
+
+    def _users(self, value: Value) -> list[Op]:
+        return [u for u in self.text.region.ops if value in u.operands]
+
+    def _run(self, run: Sequence[math.Elementwise], layout: Layout) -> list[str]:
+        text = self.text
+        if layout.kind in ("vector", "uniform"):
+            self._before_the_loop(run, layout)
+            return []
+        if not layout.is_row:
+            return [self._number(op) for op in run]
+        inside = set(run)
+        index = "i" if layout.kind == "experts" else "p"
+        rows = text.rows(layout)
+        declared: list[str] = []
+        body: list[str] = []
+        for op in run:
+            value = op.results[0]
+            users = self._users(value)
+            if any(self._is_store_cast(u) or u not in inside for u in users):
+                declared.append(f"{register(value)} {text.keep(value)}[{rows}::kSlots];")
+            body.append("  " + self._element(op, index))
+        return [
+            *declared,
+            "#pragma unroll",
+            f"for (int {index} = 0; {index} < {rows}::kSlots; ++{index}) {{",
+            *body,
+            "}",
+        ]
+
+    def _before_the_loop(self, run: Sequence[math.Elementwise], layout: Layout) -> None:
+        """What is the same for all tokens is computed once."""
+        text = self.text
+        if layout.kind == "uniform":
+            text.setup += [self._number(op) for op in run]
+            return
+        rows = text.vector_rows(layout)
+        text.setup += [f"{register(op.results[0])} {text.keep(op.results[0])}[{rows}::kSlots];" for op in run]
+        text.setup += ["#pragma unroll", f"for (int i = 0; i < {rows}::kSlots; ++i) {{"]
+        text.setup += ["  " + self._element(op, "i") for op in run] + ["}"]
+
+    def _number(self, op: math.Elementwise) -> str:
+        return definition(op, self.text.read, self.text.name)
+
+    def _element(self, op: math.Elementwise, index: str) -> str:
+        """The line of an element: of an array that outlives the loop, or a number within it."""
+        text = self.text
+        if op.results[0] not in text.kept:
+            return definition(op, lambda v: text.read(v, index), text.name)
+        expression = op.cuda_expression(*(text.read(v, index) for v in op.operands))
+        return f"{text.read(op.results[0], index)} = {expression};  // {text.comment(op)}"

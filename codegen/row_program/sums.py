@@ -1,0 +1,133 @@
+"""Sums and maxima of a row, which all of its lanes get; and sums over tokens, of which a block writes a partial row."""
+
+from __future__ import annotations
+
+from moesaic.codegen.row_program.text import Text
+from moesaic.ir.core import OpResult, Value
+from moesaic.ir.ops import col, row
+
+
+class Sums:
+    """The lines of reductions; what sums over tokens need ahead of the loop and after it is written."""
+
+    def __init__(self, text: Text) -> None:
+        self.text = text
+
+    def of_row(self, op: row.Sum | row.Max) -> list[str]:
+        text = self.text
+        [x] = op.operands
+        layout = text.layout(x)
+        if not layout.is_row:  # a row of one number
+            return [f"const float {text.name(op.results[0])} = {text.read(x)};"]
+        name, function = text.name(x), "row_sum" if isinstance(op, row.Sum) else "row_max"
+        if isinstance(op, row.Max) and x in text.stored_rows:
+            name, function = text.stored[x], "row_max_of_stored"
+        call = f"moesaic::{function}<{text.rows(layout)}>({name}, lane)"
+        return [f"const float {text.name(op.results[0])} = {call};"]
+
+    # ----------------------------------------------------------------------------------------------- over tokens
+
+    def count(self, op: col.Count) -> list[str]:
+        text = self.text
+        picks, name, indices = text.rows_of(op.indices), text.name(op.y), text.array(op.indices)
+        here = f" && {indices}[p] >= 0" if row.may_be_away(op.indices) else ""
+        if text.block:  # long rows leave no shared memory for it
+            pointer = next(p for value, p in text.results if value is op.y)
+            row_of_block = self._row_of_block(op.y, pointer)
+            text.setup += [
+                f"int* const {name} = {row_of_block};  // %{op.y.name or name}, picks of this block's tokens",
+                f"for (int e = lane; e < kExperts; e += kLanes) moesaic::store_one({name} + e, 0);",
+                "__syncthreads();",
+            ]
+        else:
+            text.setup += [
+                f"__shared__ int {name}[kExperts];  // %{op.y.name or name}, picks of this block's tokens",
+                f"for (int e = threadIdx.x; e < kExperts; e += kThreads) {name}[e] = 0;",
+                "__syncthreads();",
+            ]
+        return [
+            "#pragma unroll",
+            f"for (int p = 0; p < {picks}::kSlots; ++p) {{",
+            f"  if (active && {picks}::live(p, lane){here}) atomicAdd(&{name}[{indices}[p]], 1);",
+            "}",
+        ]
+
+    def over_tokens(self, op: col.Sum) -> list[str]:
+        text = self.text
+        name = text.name(op.y)
+        rows, index = self._summed_rows(op)
+        if self._in_shared(op):
+            text.setup += [
+                f"__shared__ moesaic::LaneSums<{rows}, kThreads> {name};  // %{op.y.name or name}, each lane's share",
+                f"{name}.clear();",
+            ]
+            return [f"if (active) {name}.add({text.array(op.x)});"]
+        text.setup += [
+            f"float {name}[{rows}::kSlots];  // %{op.y.name or name}, this lane's share of the sums over tokens",
+            "#pragma unroll",
+            f"for (int i = 0; i < {rows}::kSlots; ++i) {name}[i] = 0.0f;",
+        ]
+        if not index:
+            return [f"if (active) {name}[0] += {text.read(op.x)};"]
+        return [
+            "#pragma unroll",
+            f"for (int i = 0; i < {rows}::kSlots; ++i) {{",
+            f"  if (active) {name}[i] += {text.read(op.x, 'i')};",
+            "}",
+        ]
+
+    def rows(self, op: col.Rows) -> list[str]:
+        """How many tokens or sequences there are, ahead of the loop."""
+        count = "tokens" if op.x.type.leading == "T" else "sequences"
+        name, said = self.text.name(op.y), self.text.comment(op)
+        self.text.setup.append(f"const float {name} = static_cast<float>({count});  // {said}")
+        return []
+
+    def store(self, value: Value, pointer: str) -> None:
+        """Writes a block's partial row after the loop over tokens."""
+        text = self.text
+        assert isinstance(value, OpResult)
+        name = text.name(value)
+        row_of_block = self._row_of_block(value, pointer)
+        if text.block and isinstance(value.op, col.Sum):  # each column is summed in one lane
+            rows, _ = self._summed_rows(value.op)
+            align = text.result_align(text.layout(value.op.x), value)
+            text.finish += ["", f"moesaic::store_row<{rows}, /*align=*/{align}>({row_of_block}, {name}, lane);"]
+            return
+        if text.block:  # counts are where they belong
+            return
+        if isinstance(value.op, col.Count):
+            text.finish += [
+                "",
+                "__syncthreads();",
+                "for (int e = threadIdx.x; e < kExperts; e += kThreads) {",
+                f"  moesaic::store_one({row_of_block} + e, {name}[e]);",
+                "}",
+            ]
+            return
+        assert isinstance(value.op, col.Sum)
+        rows, _ = self._summed_rows(value.op)
+        scratch = text.unique(f"{name}_scratch")
+        text.finish.append("")
+        if self._in_shared(value.op):
+            collected = text.unique(f"{name}_collected")
+            text.finish += [f"float {collected}[{rows}::kSlots];", f"{name}.read({collected});"]
+            name = collected
+        text.finish += [
+            f"__shared__ float {scratch}[kThreads / 32 * {rows}::kColumns];",
+            f"moesaic::store_column_sums<{rows}, kThreads>({name}, {scratch}, {row_of_block}, lane);",
+        ]
+
+    def _in_shared(self, op: col.Sum) -> bool:
+        return self.text.config.get("sums") == "shared" and self.text.layout(op.x).kind == "experts"
+
+    def _summed_rows(self, op: col.Sum) -> tuple[str, str]:
+        """The row type of what is summed, and the index of its slots; a number per token is a row of one."""
+        layout = self.text.layout(op.x)
+        if layout.is_row:
+            return self.text.rows(layout), "i"
+        return self.text.alias("Single", "moesaic::Row</*columns=*/1, kLanes, /*vec=*/1>", "a number per token"), ""
+
+    def _row_of_block(self, value: Value, pointer: str) -> str:
+        """Where this block's partial row of a sum over tokens is."""
+        return f"{pointer} + static_cast<long long>(blockIdx.x) * {self.text.layouts[value].columns}"

@@ -1,0 +1,155 @@
+"""The text of a row program as it grows: names, register arrays, sections, and what one op leaves for another."""
+
+from __future__ import annotations
+
+from moesaic.codegen.lines import STORAGE, Line, comment, literal
+from moesaic.codegen.parameters import Parameters
+from moesaic.codegen.target import WARP_THREADS
+from moesaic.ir.core import BlockArgument, Constant, Op, Value
+from moesaic.ir.errors import InternalError, UnsupportedError
+from moesaic.ir.ops import row
+from moesaic.ir.ops.kernel import segments_of
+from moesaic.ir.ops.launch import Kernel
+from moesaic.ir.types import DType
+from moesaic.passes.row_layout import Layout, experts_columns, infer_layouts, sparse_results
+
+MAY_BE_AWAY = ", /*kMayBeAway=*/true"
+"""For picks that may be -1."""
+
+
+class Text:
+    """What has been written, and what there is to know for writing on.
+
+    Attributes:
+        op, region, config: the launch.
+        layouts, segments, experts: of the region.
+        vec, lanes, threads: as configured; `block`: whether a block's lanes share one token.
+        stored_rows: rows of 16-bit values that are ranked as they lie in memory; `stored`: their arrays.
+        sparse: results of zeros but for the picks, and the ops that make them.
+        parameters: of the kernel; `pointers`: those of what is read; `results`: of what is written.
+        kept: values whose register array outlives the loop that fills it.
+        header: of the helpers.
+        constants, aliases: for the head of the file.
+        setup, body, finish: ahead of the loop over tokens; its sections; after it.
+    """
+
+    def __init__(self, op: Kernel) -> None:
+        if op.region is None:
+            raise InternalError(f"{op.symbol}: a row program without a region")
+        self.op = op
+        self.region = op.region
+        self.config = op.configuration
+        self.layouts = infer_layouts(op.region)
+        self.segments = segments_of(op.region)
+        self.experts = experts_columns(self.layouts)
+        self.vec = int(self.config["vec"])
+        self.lanes = int(self.config["lanes"])
+        self.threads = int(self.config["threads"])
+        self.block = self.lanes > WARP_THREADS
+        self.stored_rows = {
+            o.x
+            for o in op.region.ops
+            if isinstance(o, row.TopK) and isinstance(o.x, BlockArgument) and o.x.type.dtype in (DType.BF16, DType.F16)
+        }
+        self.stored: dict[Value, str] = {}
+        self.sparse = sparse_results(op.region)
+        self.parameters = Parameters(op, _RESERVED)
+        self.pointers: dict[Value, str] = {}
+        self.results: list[tuple[Value, str]] = []
+        self.kept: set[Value] = set()
+        self.header = "select.cuh"
+        self.constants: list[Line] = []
+        self.aliases: list[Line] = []
+        self.setup: list[str] = []
+        self.body: list[list[str]] = []
+        self.finish: list[str] = []
+
+    # --------------------------------------------------------------------------------------------------- values
+
+    def name(self, value: Value) -> str:
+        return self.parameters.of(value)
+
+    def unique(self, base: str) -> str:
+        return self.parameters.unique(base)
+
+    def comment(self, op: Op) -> str:
+        return comment(op, self.name)
+
+    def read(self, value: Value, index: str = "") -> str:
+        """A value inside a loop over `index`, or outside of loops."""
+        if isinstance(value, Constant):
+            return literal(value.value)
+        name = self.name(value)
+        return f"{name}[{index}]" if value in self.kept else name
+
+    def array(self, value: Value) -> str:
+        """A value as the register array a collective takes."""
+        if value not in self.kept:
+            raise InternalError(f"{self.op.symbol}: {self.name(value)} is no register array")
+        return self.name(value)
+
+    def keep(self, value: Value) -> str:
+        """The name of a value that becomes a register array."""
+        self.kept.add(value)
+        return self.name(value)
+
+    def picks_array(self, value: Value, picks: str) -> tuple[str, list[str]]:
+        """As `array`, with a number per token spread over the picks; and the lines that do that."""
+        if value in self.kept:
+            return self.name(value), []
+        name = self.unique(f"{self.name(value) if not isinstance(value, Constant) else 'constant'}_picks")
+        spread = [
+            f"float {name}[{picks}::kSlots];",
+            "#pragma unroll",
+            f"for (int p = 0; p < {picks}::kSlots; ++p) {name}[p] = {self.read(value)};",
+        ]
+        return name, spread
+
+    def is_used(self, value: Value) -> bool:
+        return any(value in op.operands for op in self.region.ops)
+
+    def storage(self, value: Value) -> str:
+        """C++ type of a value's elements in memory."""
+        return STORAGE[value.type.dtype]
+
+    # -------------------------------------------------------------------------------------------------- layouts
+
+    def layout(self, value: Value) -> Layout:
+        return Layout("uniform") if isinstance(value, Constant) else self.layouts[value]
+
+    def rows(self, layout: Layout) -> str:
+        """The C++ type that says which lane has which columns."""
+        if layout.kind == "experts":
+            return "Experts"
+        several = len({x.columns for x in self.layouts.values() if x.kind == layout.kind}) > 1
+        return f"{layout.kind.capitalize()}{layout.columns if several else ''}"
+
+    def rows_of(self, value: Value) -> str:
+        return self.rows(self.layouts[value])
+
+    def vector_rows(self, layout: Layout) -> str:
+        if layout.columns != self.experts:
+            raise UnsupportedError(f"{self.op.symbol}: a vector of {layout.columns} in rows of {self.experts} experts")
+        return "Experts"
+
+    def result_align(self, layout: Layout, value: Value) -> int:
+        """Bytes that a lane's part of a row that is written is aligned to."""
+        size = layout.columns * value.type.dtype.bytes
+        vec = self.vec if layout.kind == "experts" else 1
+        return min(16, size & -size, vec * value.type.dtype.bytes)
+
+    def alias(self, base: str, definition: str, why: str) -> str:
+        """The name of a C++ type, given to it here if it has none."""
+        for alias in self.aliases:
+            if alias.definition == definition:
+                return alias.name
+        name = self.unique(base)
+        self.aliases.append(Line(name, definition=definition, why=why))
+        return name
+
+
+# What the template and the lines of collectives call their own.
+_RESERVED = """
+    lane slot first first_token stride active token tokens i p e live here Experts Picks Bytes kExperts kLanes kVec
+    kThreads kTokensPerBlock blocks sequence sequences length place
+    """.split()  # noqa: SIM905 - a list of strings would take half a page
