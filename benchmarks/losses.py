@@ -19,7 +19,7 @@ from router_cases import CASES, DTYPES, OUTPUTS, Case, Inputs, make_bias, make_i
 from timing import GraphTimer, commit, driver_version, sets_for, summary
 
 import moesaic as mo
-from moesaic.runtime.compile import CompiledLayer
+from moesaic.runtime.layer import CompiledLayer
 
 FORMS = ("alone", "counts", "balance")
 

@@ -51,8 +51,8 @@ from moesaic.passes.kernel_key import KernelKey
 from moesaic.passes.space import Point
 from moesaic.runtime import driver
 from moesaic.runtime.commands import console
-from moesaic.runtime.compile import CompiledLayer
 from moesaic.runtime.execute import RUNNERS
+from moesaic.runtime.layer import CompiledLayer
 from moesaic.runtime.measure import call, draw_inputs
 from moesaic.runtime.tuning.autotune import Session, active, autotune
 from moesaic.runtime.tuning.bench import KernelBench, Timers

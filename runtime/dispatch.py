@@ -11,7 +11,8 @@ from moesaic.ir.core import Value
 from moesaic.ir.errors import InputError, InputTypeError
 from moesaic.ir.ops.slot import ALIGNMENTS, SLOTS, stored
 from moesaic.ir.types import DType, tensor
-from moesaic.runtime.compile import CompiledLayer, compile
+from moesaic.runtime.compile import compile
+from moesaic.runtime.layer import CompiledLayer
 from moesaic.runtime.made_once import made_once
 from moesaic.runtime.reference import FLOATS, INDICES
 

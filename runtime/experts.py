@@ -11,7 +11,7 @@ from moesaic.codegen.target import Target
 from moesaic.ir.errors import InputError
 from moesaic.ir.experts import Experts
 from moesaic.ir.types import DType
-from moesaic.runtime import compile as compiling
+from moesaic.runtime.layer import CompiledLayer, check_can_pickle, result_type
 from moesaic.runtime.made_once import by_handle, handle_of, made_once
 from moesaic.runtime.per_call import PerCall, autocast_dtype, check_slots, check_tensor, shown
 from moesaic.runtime.reference import FLOATS, INDICES
@@ -28,10 +28,10 @@ def _layer(
     backend: str,
     passes: str,
     tune: bool,
-) -> compiling.CompiledLayer:
+) -> CompiledLayer:
     declared: Experts = by_handle(handle)
     module = declared.module(DType(dtype), top_k, DType(indices), DType(weights))
-    return compiling.CompiledLayer(module, None if target is None else Target.parse(target), backend, passes, tune)
+    return CompiledLayer(module, None if target is None else Target.parse(target), backend, passes, tune)
 
 
 class CompiledExperts(PerCall):
@@ -52,11 +52,11 @@ class CompiledExperts(PerCall):
         super().__init__("layer of experts", (*matrices, *biases), target, backend, passes, tune)
         self._declared = declared
         self._handle = handle_of(declared)
-        self._result_type = compiling.result_type("ExpertsResult", declared.outputs)
+        self._result_type = result_type("ExpertsResult", declared.outputs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        compiling.check_can_pickle("activation", self._declared.activation)
-        compiling.check_can_pickle("gating", self._declared.gating)
+        check_can_pickle("activation", self._declared.activation)
+        check_can_pickle("gating", self._declared.gating)
         return _restore, (self._declared, self._target, self._asked, self._passes, self._tune)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledExperts:
@@ -90,7 +90,7 @@ class CompiledExperts(PerCall):
         result = layer(x, indices=indices, weights=weights, **given)
         return result[0] if len(self._declared.outputs) == 1 else self._result_type(*result)
 
-    def _layer_for(self, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> compiling.CompiledLayer:
+    def _layer_for(self, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> CompiledLayer:
         declared = self._declared
         dtype = self._check_x(x, declared.dtype)
         if indices.dtype not in INDICES:
@@ -144,7 +144,7 @@ class CompiledExperts(PerCall):
         dtype: torch.dtype | str | None = None,
         indices_dtype: str = "int32",
         weights_dtype: str = "fp32",
-    ) -> compiling.CompiledLayer:
+    ) -> CompiledLayer:
         """What calls with such inputs run: a layer that can be looked into.
 
         Raises:

@@ -18,7 +18,9 @@ from moesaic.ir.errors import InputError, InputTypeError
 from moesaic.ir.losses import CONVENTIONS, ORDERS, check_number
 from moesaic.ir.ops import math
 from moesaic.ir.types import DType, symbol, tensor
-from moesaic.runtime.compile import CompiledLayer, as_number, compile
+from moesaic.runtime.compile import compile
+from moesaic.runtime.inputs import as_number
+from moesaic.runtime.layer import CompiledLayer
 from moesaic.runtime.made_once import made_once
 from moesaic.runtime.reference import FLOATS
 

@@ -10,7 +10,7 @@ import torch
 from moesaic.codegen.target import Target
 from moesaic.ir.moe import MoE
 from moesaic.ir.types import DType
-from moesaic.runtime import compile as compiling
+from moesaic.runtime.layer import CompiledLayer, check_can_pickle, result_type
 from moesaic.runtime.made_once import by_handle, handle_of, made_once
 from moesaic.runtime.per_call import PerCall, autocast_dtype, check_slots, check_tensor
 
@@ -18,10 +18,10 @@ from moesaic.runtime.per_call import PerCall, autocast_dtype, check_slots, check
 @made_once
 def _layer(
     handle: str, dtype: str, masked: bool, target: str | None, backend: str, passes: str, tune: bool
-) -> compiling.CompiledLayer:
+) -> CompiledLayer:
     declared: MoE = by_handle(handle)
     module = declared.module(DType(dtype), masked=masked)
-    return compiling.CompiledLayer(module, None if target is None else Target.parse(target), backend, passes, tune)
+    return CompiledLayer(module, None if target is None else Target.parse(target), backend, passes, tune)
 
 
 class CompiledMoE(PerCall):
@@ -41,14 +41,14 @@ class CompiledMoE(PerCall):
         self._declared = declared
         self._handle = handle_of(declared)
         names = (*declared.outputs, "losses") if declared.losses else declared.outputs
-        self._result_type = compiling.result_type("MoEResult", names)
+        self._result_type = result_type("MoEResult", names)
 
     def __reduce__(self) -> tuple[Any, ...]:
         declared = self._declared
-        compiling.check_can_pickle("score", declared.router.score)
+        check_can_pickle("score", declared.router.score)
         for part in (declared.experts, *(() if declared.shared is None else (declared.shared,))):
-            compiling.check_can_pickle("activation", part.activation)
-            compiling.check_can_pickle("gating", part.gating)
+            check_can_pickle("activation", part.activation)
+            check_can_pickle("gating", part.gating)
         return _restore, (declared, self._target, self._asked, self._passes, self._tune)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledMoE:
@@ -87,7 +87,7 @@ class CompiledMoE(PerCall):
             return self._result_type(*result)
         return self._result_type(*result[:count], dict(zip(declared.losses, result[count:], strict=True)))
 
-    def _layer_for(self, x: torch.Tensor, masked: bool) -> compiling.CompiledLayer:
+    def _layer_for(self, x: torch.Tensor, masked: bool) -> CompiledLayer:
         found = self._check_x(x, self._declared.dtype)
         return _layer(self._handle, found, masked, self._target, self._asked, self._passes, self._tune)
 
@@ -114,7 +114,7 @@ class CompiledMoE(PerCall):
         self._used = self.layer(dtype=dtype, token_mask=token_mask)
         self._used.warmup(device, backward=backward, frozen=frozen)
 
-    def layer(self, *, dtype: torch.dtype | str | None = None, token_mask: bool = False) -> compiling.CompiledLayer:
+    def layer(self, *, dtype: torch.dtype | str | None = None, token_mask: bool = False) -> CompiledLayer:
         """What calls with such inputs run: a layer that can be looked into.
 
         Raises:

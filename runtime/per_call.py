@@ -12,8 +12,8 @@ from moesaic.ir.errors import InputError, InputTypeError
 from moesaic.ir.experts import Experts
 from moesaic.ir.ops.slot import slots_needed
 from moesaic.ir.types import DType
-from moesaic.runtime import compile as compiling
 from moesaic.runtime.explain import TOKENS, Explanation
+from moesaic.runtime.layer import CompiledLayer
 from moesaic.runtime.reference import FLOATS, TORCH_DTYPES
 
 if TYPE_CHECKING:
@@ -42,9 +42,9 @@ class PerCall:
         self._asked = backend
         self._passes = passes
         self._tune = tune
-        self._used: compiling.CompiledLayer | None = None
+        self._used: CompiledLayer | None = None
         # By what decides between layers: to find one anew takes longer than its launches.
-        self._found: dict[Hashable, compiling.CompiledLayer] = {}
+        self._found: dict[Hashable, CompiledLayer] = {}
 
     # ------------------------------------------------------------------------------------------------- inputs
 
@@ -75,7 +75,7 @@ class PerCall:
             raise InputError(f"x must be bf16, fp16 or fp32, found {shown(x.dtype)}")
         return FLOATS[x.dtype].value
 
-    def _layer_of(self, kind: Hashable, find: Callable[[], compiling.CompiledLayer]) -> compiling.CompiledLayer:
+    def _layer_of(self, kind: Hashable, find: Callable[[], CompiledLayer]) -> CompiledLayer:
         """The layer of calls of a kind, which `find` checks and finds for the first of them."""
         if torch.compiler.is_compiling():
             return find()
@@ -95,7 +95,7 @@ class PerCall:
         """The backend of the last call; before any, the one asked for."""
         return self._asked if self._used is None else self._used.backend
 
-    def _last(self) -> compiling.CompiledLayer:
+    def _last(self) -> CompiledLayer:
         if self._used is None:
             raise InputError("nothing has run yet, and a call decides what does; look at layer(...)")
         return self._used

@@ -13,7 +13,8 @@ from moesaic.ir.builder import Builder
 from moesaic.ir.core import Value, create_one
 from moesaic.ir.ops.slot import SLOTS, stored
 from moesaic.ir.types import DType, tensor
-from moesaic.runtime.compile import CompiledLayer, compile
+from moesaic.runtime.compile import compile
+from moesaic.runtime.layer import CompiledLayer
 from moesaic.runtime.made_once import made_once
 from moesaic.runtime.reference import DTYPES
 

@@ -12,8 +12,9 @@ from moesaic.ir.errors import InputError, suggestion
 from moesaic.ir.losses import check_number
 from moesaic.ir.ops import math
 from moesaic.ir.types import DType, symbol, tensor
-from moesaic.runtime.compile import CompiledLayer, compile
+from moesaic.runtime.compile import compile
 from moesaic.runtime.functional import backend_for, normalized
+from moesaic.runtime.layer import CompiledLayer
 from moesaic.runtime.made_once import made_once
 from moesaic.runtime.reference import TORCH_DTYPES
 

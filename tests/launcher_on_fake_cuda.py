@@ -26,7 +26,7 @@ from moesaic.codegen.kernel import Argument, GeneratedKernel, TensorMap
 from moesaic.ir.errors import InternalError
 from moesaic.ir.types import DType, TensorType, symbol
 from moesaic.runtime import driver, execute, launcher
-from moesaic.runtime.compile import CompiledLayer
+from moesaic.runtime.layer import CompiledLayer
 from moesaic.runtime.plan import BufferSpec, Input, LaunchPlan, Step
 from moesaic.runtime.program import program_by_key
 from moesaic.runtime.reference import TORCH_DTYPES

@@ -14,7 +14,7 @@ import torch
 
 import moesaic as mo
 from moesaic.ir.attributes import Call
-from moesaic.runtime.compile import CompiledLayer
+from moesaic.runtime.layer import CompiledLayer
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 

@@ -14,7 +14,7 @@ from routing import BACKENDS, EXACT, GRADIENT, INF, NAN, ROUNDING, assert_close,
 import moesaic as mo
 from moesaic import te
 from moesaic.ir.errors import InputError, InputTypeError, UnsupportedError
-from moesaic.runtime.compile import CompiledLayer
+from moesaic.runtime.layer import CompiledLayer
 from moesaic.runtime.transformer_engine import aux_loss_layer, scores_layer, topk_layer
 
 EPS = 1e-20

@@ -8,7 +8,7 @@ import torch
 from routing import cotangent, softsign_score
 
 import moesaic as mo
-from moesaic.runtime.compile import CompiledLayer
+from moesaic.runtime.layer import CompiledLayer
 from moesaic.runtime.program import program_by_key
 
 ROUTERS = {

@@ -915,7 +915,7 @@ bool add_variant(Caller& caller, PyObject* description) {
     return true;
 }
 
-// Caller(example, backend, result_type, variants); see `CompiledLayer` in compile.py.
+// Caller(example, backend, result_type, variants); see `CompiledLayer` in layer.py.
 PyObject* new_caller(PyTypeObject* type, PyObject* arguments, PyObject*) {
     PyObject *example, *result_type, *variants;
     const char* backend;

@@ -17,8 +17,9 @@ from moesaic.ir.errors import InputError, InputTypeError, ToolchainError
 from moesaic.ir.types import DType
 from moesaic.passes.card import H100, Card
 from moesaic.runtime import token_buckets
-from moesaic.runtime.compile import CompiledLayer, compile
+from moesaic.runtime.compile import compile
 from moesaic.runtime.execute import RUNNERS, Runner, alignments, tokens_of
+from moesaic.runtime.layer import CompiledLayer
 from moesaic.runtime.measure import call, draw_inputs, measured_card
 from moesaic.runtime.per_call import PerCall
 from moesaic.runtime.program import Program
