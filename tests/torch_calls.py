@@ -1,13 +1,17 @@
-"""What the tests of the torch integration share: a few small routers of each kind, and inputs for them."""
+"""What the tests of the torch integration share: a few small routers, inputs for them, and what torch made of calls."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
+import pytest
 import torch
-from routing import cotangent, softsign_score
+from routing import BACKENDS, COMPILED, cotangent, softsign_score
+from torch._dynamo.utils import counters
 
 import moesaic as mo
+from moesaic.runtime.execute import RUNNERS
 from moesaic.runtime.layer import CompiledLayer
 from moesaic.runtime.program import program_by_key
 
@@ -101,3 +105,58 @@ def backward_arguments(
     for name in names:
         named[f"d_{name}"] = cotangent(named[name], seed=5)
     return handle, layer._asked, list(names), [named[a.name] for a in backward.arguments]
+
+
+compiled_backends = pytest.mark.parametrize("backend", COMPILED)
+all_backends = pytest.mark.parametrize("backend", BACKENDS)
+routers = pytest.mark.parametrize("name", ROUTERS)
+
+
+def fresh_torch() -> Iterator[None]:
+    """No graph of another test, and counters that start at 0."""
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled(call: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    return torch.compile(call, fullgraph=True, **{"backend": "aot_eager", "dynamic": True, **options})
+
+
+def graphs() -> int:
+    """How many graphs torch.compile made so far; a recompilation makes another."""
+    assert not counters["graph_break"]
+    return counters["stats"]["unique_graphs"]
+
+
+def equal(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    return len(actual) == len(expected) and all(
+        a.dtype == e.dtype and torch.equal(a, e) for a, e in zip(actual, expected, strict=True)
+    )
+
+
+def recorded_calls(monkeypatch: pytest.MonkeyPatch, backend: str) -> list[tuple[str, tuple[str, ...]]]:
+    """What the runner is asked for from now on: the kind of function, and the cotangents of a backward."""
+    runner = RUNNERS[backend]
+    calls: list[tuple[str, tuple[str, ...]]] = []
+    run = type(runner).run
+
+    def spy(program: Any, kind: str, cotangents: tuple[str, ...], inputs: Any) -> Any:
+        calls.append((kind, cotangents))
+        return run(runner, program, kind, cotangents, inputs)
+
+    monkeypatch.setattr(runner, "run", spy)
+    return calls
+
+
+class LayerModule(torch.nn.Module):
+    """A gate and a router, with a residual path."""
+
+    def __init__(self, router: mo.Router, backend: str) -> None:
+        super().__init__()
+        self.gate = torch.nn.Linear(router.num_experts, router.num_experts, bias=False)
+        self.route = mo.compile(router, backend=backend)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.route(self.gate(x)).weights.sum(-1, keepdim=True)
