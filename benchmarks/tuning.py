@@ -58,7 +58,7 @@ from moesaic.runtime.tuning.autotune import Session, active, autotune
 from moesaic.runtime.tuning.bench import KernelBench, Timers
 from moesaic.runtime.tuning.journal import Journal
 from moesaic.runtime.tuning.search import Built, Search, Trial, key_of
-from moesaic.runtime.tuning.tables import SHIPPED, Card, Table, Tables
+from moesaic.runtime.tuning.tables import SHIPPED, CardName, Table, Tables
 from moesaic.runtime.tuning.tuner import Settings, Tuned, Watch
 
 TRIALS = 20
@@ -457,7 +457,7 @@ def install(path: Path) -> None:
     head = json.loads(path.read_text(encoding="utf-8"))["environment"]
     if "device" in head:  # the user's table of the same run
         return
-    card = Card(head["target"], head["sms"])
+    card = CardName(head["target"], head["sms"])
     found = Table.load(path, card)
     shipped = Table.load(SHIPPED / path.name, card)
     before = len(shipped.entries)
@@ -513,7 +513,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     deadline = start + args.seconds if args.seconds else math.inf
     args.out.mkdir(parents=True, exist_ok=True)
     found = driver.device(0)
-    card = Card(found.target.name, found.sm_count, found.name)
+    card = CardName(found.target.name, found.sm_count, found.name)
     runner = RUNNERS["cuda"]
     tables = runner.tables = Tables(card, args.out / f"{card.stem}.json", args.out / "none.json")
     bad = 0

@@ -33,7 +33,7 @@ from moesaic.runtime.plan import LaunchPlan
 from moesaic.runtime.program import Executable, Program
 from moesaic.runtime.reference import TORCH_DTYPES
 from moesaic.runtime.tuning.lookup import points_for, tunables
-from moesaic.runtime.tuning.tables import Card, Tables
+from moesaic.runtime.tuning.tables import CardName, Tables
 
 if TYPE_CHECKING:
     from moesaic.runtime.tuning.autotune import Session
@@ -575,7 +575,7 @@ class CudaRunner(Runner):
     def __init__(self) -> None:
         super().__init__()
         self._tables: dict[tuple[str, str, tuple[str, ...], int], Any] = {}
-        self._tuned: dict[Card, Tables] = {}
+        self._tuned: dict[CardName, Tables] = {}
         self._native: set[tuple[Any, tuple[Any, ...]]] = set()
 
     def again(self, target: str) -> str:
@@ -601,7 +601,7 @@ class CudaRunner(Runner):
         if self.tables is not None:
             return self.tables
         found = driver.device(self.place(device).index)
-        card = Card(found.target.name, found.sm_count, found.name)
+        card = CardName(found.target.name, found.sm_count, found.name)
         tables = self._tuned.get(card)
         if tables is None:
             tables = self._tuned[card] = Tables(card)

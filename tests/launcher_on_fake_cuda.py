@@ -31,7 +31,7 @@ from moesaic.runtime.plan import BufferSpec, Input, LaunchPlan, Step
 from moesaic.runtime.program import program_by_key
 from moesaic.runtime.reference import TORCH_DTYPES
 from moesaic.runtime.tuning.lookup import tunables
-from moesaic.runtime.tuning.tables import Card, Entry, Tables
+from moesaic.runtime.tuning.tables import CardName, Entry, Tables
 
 RUNNER = fake_cuda.install()
 RUNNER.few_tokens = 24
@@ -362,7 +362,7 @@ def test_what_was_tuned_replaces_what_runs(monkeypatch: pytest.MonkeyPatch, tmp_
     [found] = tunables(function, program.specialize(target.name, aligned, "few"), target, aligned, "<=24")
     assert before[0] == int(found.space.default["threads"])
     point = {**found.space.default, "threads": "32"}
-    tables = Tables(Card(target.name, 132, "false"), tmp_path / "user.json", tmp_path / "none.json")
+    tables = Tables(CardName(target.name, 132, "false"), tmp_path / "user.json", tmp_path / "none.json")
     tables.add({found.key: Entry(point, 1.0, 2.0, 8, 2, 9)})
     monkeypatch.setattr(RUNNER, "tables", tables)
     assert threads(few) == before[0], "what is prepared stays"

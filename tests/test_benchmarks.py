@@ -357,7 +357,7 @@ def test_what_is_tuned_and_proven(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     from test_tuning_search import KEY
 
     from moesaic.runtime.tuning.search import Trial
-    from moesaic.runtime.tuning.tables import Card, Entry, Table
+    from moesaic.runtime.tuning.tables import CardName, Entry, Table
 
     # By its path: a checkout may be called the same, and pytest imports that by its name.
     found = importlib.util.spec_from_file_location("benchmark_of_tuning", FOLDER / "tuning.py")
@@ -382,7 +382,7 @@ def test_what_is_tuned_and_proven(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert lines[1].split()[-4:] == ["8.00", "20.0", "%", "lanes=2"]
     assert tuning.table_of({}) == "nothing yet"
 
-    entry, card = Entry({"lanes": "2"}, 8.0, 10.0, 4096, 20, 300), Card("sm_90a", 132)
+    entry, card = Entry({"lanes": "2"}, 8.0, 10.0, 4096, 20, 300), CardName("sm_90a", 132)
     monkeypatch.setattr(tuning, "SHIPPED", tmp_path / "tuned")
     out = tmp_path / "out"
     for experts in (8, 9):

@@ -34,10 +34,10 @@ from moesaic.runtime.tuning.bench import Recording
 from moesaic.runtime.tuning.compilers import Compilers, workers_allowed
 from moesaic.runtime.tuning.lookup import tunables
 from moesaic.runtime.tuning.report import Report
-from moesaic.runtime.tuning.tables import Card, Entry, Table, Tables
+from moesaic.runtime.tuning.tables import CardName, Entry, Table, Tables
 from moesaic.runtime.tuning.tuner import Settings, Tuned, Watch
 
-CARD = Card("sm_90a", 132, "NVIDIA H100 80GB HBM3")
+CARD = CardName("sm_90a", 132, "NVIDIA H100 80GB HBM3")
 ENTRY = Entry({"lanes": "2", "threads": "64"}, 8.0, 10.0, 4096, 20, 300)
 ROUTER = mo.Router(12, 3, renormalize=True)
 TUNED = mo.Router(5, 2, renormalize=True, name="tuned", outputs=("weights", "indices"))
@@ -106,20 +106,20 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from moesaic.passes.kernel_key import KernelKey
-from moesaic.runtime.tuning.tables import Card, Entry, Table
+from moesaic.runtime.tuning.tables import CardName, Entry, Table
 key = KernelKey("row_program", 1, 8, 2, 0, 0, "a -> b", "16", "<=4096", "")
 for n in range(12):
-    table = Table(Path(sys.argv[1]), Card("sm_90a", 132))
+    table = Table(Path(sys.argv[1]), CardName("sm_90a", 132))
     table.add({replace(key, experts=n, picks=int(sys.argv[2])): Entry({}, 1.0, 1.0, 1, 1, 1)})
 """
     started = [subprocess.Popen([sys.executable, "-c", code, str(path), str(n)]) for n in range(3)]
     assert [p.wait() for p in started] == [0, 0, 0]
-    assert len(Table.load(path, Card("sm_90a", 132)).entries) == 36
+    assert len(Table.load(path, CardName("sm_90a", 132)).entries) == 36
     assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
 
 
 def test_the_user_s_table_comes_before_the_shipped_one(tmp_path: Path) -> None:
-    shipped = Table(tmp_path / "shipped.json", Card("sm_90a", 132))
+    shipped = Table(tmp_path / "shipped.json", CardName("sm_90a", 132))
     other = replace(KEY, experts=9)
     shipped.add({KEY: ENTRY, other: ENTRY})
     Table(tmp_path / "user.json", CARD).add({KEY: replace(ENTRY, us=1.0)})

@@ -43,8 +43,8 @@ _log = logging.getLogger("moesaic.tuner")
 
 
 @dataclass(frozen=True)
-class Card:
-    """Where times were taken.
+class CardName:
+    """What a table calls the card its times were taken on; its rates are `passes.card`'s.
 
     Attributes:
         target: of the code.
@@ -87,13 +87,13 @@ class Entry:
 class Table:
     """Entries by key, and the file they come from."""
 
-    def __init__(self, path: Path, card: Card, entries: Mapping[KernelKey, Entry] | None = None) -> None:
+    def __init__(self, path: Path, card: CardName, entries: Mapping[KernelKey, Entry] | None = None) -> None:
         self.path = path
         self.card = card
         self.entries = dict(entries or {})
 
     @classmethod
-    def load(cls, path: Path, card: Card) -> Table:
+    def load(cls, path: Path, card: CardName) -> Table:
         """The table of a file; an empty one where there is none.
 
         Raises:
@@ -171,7 +171,7 @@ class Table:
 class Tables:
     """The user's table and the shipped one for a card, as lookups see them."""
 
-    def __init__(self, card: Card, user: Path | None = None, shipped: Path | None = None) -> None:
+    def __init__(self, card: CardName, user: Path | None = None, shipped: Path | None = None) -> None:
         common = dataclasses.replace(card, device="")
         self.card = card
         self.user_path = user or _user_path(card)
@@ -194,7 +194,7 @@ class Tables:
             _log.warning("what was tuned is kept for this process only: %s: %s", self.user_path, error)
 
 
-def _user_path(card: Card) -> Path | None:
+def _user_path(card: CardName) -> Path | None:
     """In the cache folder; None if there is none, or it is not to be used."""
     if environment.DISABLE_CACHE.get():
         return None
@@ -204,7 +204,7 @@ def _user_path(card: Card) -> Path | None:
         return None
 
 
-def _load_or_warn(path: Path, card: Card) -> Table:
+def _load_or_warn(path: Path, card: CardName) -> Table:
     try:
         return Table.load(path, card)
     except InputError as problem:
