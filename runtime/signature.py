@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from moesaic.ir.core import Function
 from moesaic.ir.errors import InputError
+from moesaic.ir.ops import col
 from moesaic.ir.types import TensorType
 from moesaic.runtime.program import Program, program_by_key, with_gradients
 from moesaic.runtime.reference import TORCH_DTYPES
@@ -83,7 +83,7 @@ def signature_of(handle: str) -> Signature:
             inputs=tuple(Input.of(a.name, a.type) for a in function.arguments),
             columns=columns,
             has_rows=tuple(t.leading == "T" for t in function.result_types),
-            segments=_segments(function),
+            segments=col.order_of_sequences(function),
             matrices=tuple(
                 (a.name, number)
                 for number, a in enumerate(function.arguments)
@@ -92,13 +92,6 @@ def signature_of(handle: str) -> Signature:
             sequences=next((a.name for a in function.arguments if _is_only_a_number_of_sequences(a.type)), ""),
         )
     return found
-
-
-def _segments(function: Function) -> str:
-    found = {str(op.attributes["segments"]) for op in function.body.ops if op.attributes.get("segments")}
-    if len(found) > 1:
-        raise InputError(f"@{function.name} computes by sequence in two orders of tokens: {', '.join(sorted(found))}")
-    return found.pop() if found else ""
 
 
 def _is_only_a_number_of_sequences(type: TensorType) -> bool:
