@@ -35,7 +35,7 @@ class Launch:
 
     @property
     def is_metadata(self) -> bool:
-        return self.op.template.startswith("dispatch_")
+        return self.op.template.startswith("dispatch")
 
     @property
     def tile(self) -> str:

@@ -1,10 +1,11 @@
-"""The three kernels of a dispatch: from a ``launch.kernel`` of one of its steps to CUDA text.
+"""The kernels of a dispatch: from a ``launch.kernel`` of one of its three steps, or of all at once, to CUDA text.
 
 Their regions are empty: `facts` say what there is to know. What a kernel is made of lies in ``dispatch.cuh``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moesaic.codegen.kernel import GeneratedKernel
@@ -13,7 +14,7 @@ from moesaic.codegen.render import banner, render
 from moesaic.codegen.target import WARP_THREADS, Target
 from moesaic.ir.errors import InternalError, UnsupportedError
 from moesaic.ir.ops.launch import Kernel
-from moesaic.passes.dispatch_shape import DispatchShape
+from moesaic.passes.dispatch_shape import DispatchShape, OneLaunchShape
 
 _SHORT = 1 << 16  # counters, experts and ranks within a block have 16 bits
 
@@ -83,58 +84,90 @@ def generate_scatter(op: Kernel) -> GeneratedKernel:
         UnsupportedError: more experts, or more picks of a token, than a block can keep.
     """
     facts = _Facts.of(op)
-    top_k = _top_k(op)
-    threads, tokens = int(op.configuration["threads"]), int(op.configuration["tokens"])
-    picks = tokens * top_k
-    if picks >= _SHORT or facts.experts >= _SHORT:
-        raise UnsupportedError(
-            f"{op.symbol}: {facts.experts} experts and {picks} picks a block; a dispatch has fewer than {_SHORT} of "
-            "both"
-        )
-    runs = min(DispatchShape.of(facts.experts, top_k).histograms, threads // WARP_THREADS)
-    run = -(-picks // (runs * WARP_THREADS)) * WARP_THREADS
-    tables = [_Table("int", "starts", facts.experts + 1, 4, "first slot of each expert, then of its first pick here")]
-    tables.append(_Table("unsigned", "ranked", runs * run, 4, "the block's picks: expert and rank within the run"))
-    tables.append(_Table("unsigned short", "histograms", runs * facts.experts, 2, "[kRuns][kExperts]"))
-    if facts.bounded:
-        tables.append(_Table("unsigned short", "rooms", facts.experts, 2, "picks of the block with a place"))
-    placed, shared = [], 0
-    for table in tables:
-        placed.append({"type": table.type, "name": table.name, "offset": shared, "why": table.why})
-        shared += -(-table.length * table.bytes // 16) * 16
-    _check_shared(op, facts, shared)
-
+    ranking = _Ranking.of(op, facts, DispatchShape.of(facts.experts, _top_k(op)).histograms)
+    placed, shared = _place([_Table("int", "starts", facts.experts + 1, 4, _STARTS_AND_PLACES), *ranking.tables])
     parameters = Parameters(op)
     indices, stride = parameters.rows_pointer(0)
-    names = ("bases", "found", "counts", "offsets", "slot_tokens", "slot_picks", "slots", "dropped")
+    names = ("bases", "found", *_RESULTS)
     pointers = {name: parameters.pointer(1 + number) for number, name in enumerate(names)}
     parameters.tokens()
     parameters.rows("rows", 1 + names.index("slot_tokens"), "slots, dead ones too")
-    bounded = str(facts.bounded).lower()
     source = render(
         "dispatch_scatter.cu.j2",
         {
             **_common(op, facts, "a slot for each pick, and what lies in each slot"),
             **pointers,
+            **ranking.variables,
             "parameters": parameters.lines,
-            "top_k": top_k,
-            "tokens": tokens,
             "index": storage(op, 0),
             "indices": indices,
             "stride": stride,
-            "align": facts.align,
-            "bounded": facts.bounded,
-            "capacity": repr(facts.capacity),
-            "pad": str(facts.pad).lower(),
-            "pad_name": "kPad" if facts.bounded else "/*kPad=*/false",
-            "bounded_name": f"/*kBounded=*/{bounded}",
-            "rooms": "rooms" if facts.bounded else "nullptr",
-            "runs": runs,
-            "run": run,
             "tables": placed,
         },
     )
-    return _kernel(op, source, parameters, rows_per_block=tokens, shared=shared)
+    return _kernel(op, source, parameters, rows_per_block=int(op.configuration["tokens"]), shared=shared)
+
+
+def generate_at_once(op: Kernel) -> GeneratedKernel:
+    """CUDA of all steps in one launch.
+
+    Configuration: ``threads``; ``cluster``, blocks of one, and ``clusters``, the most of them; the tokens that a block
+    has for itself where there are few enough clusters, ``share``, and those that it ranks at a time, ``tokens``;
+    ``loads``, picks that a thread loads together; ``target``.
+
+    Raises:
+        UnsupportedError: more experts, or more picks of a token, than a block can keep.
+    """
+    facts = _Facts.of(op)
+    config = {name: int(op.configuration[name]) for name in ("threads", "cluster", "clusters", "share", "loads")}
+    shape = OneLaunchShape.of(facts.experts, _top_k(op), "many")
+    ranking = _Ranking.of(op, facts, shape.histograms)
+    placed, shared = _place(
+        [
+            _Table("int", "counted", facts.experts, 4, "the block's run of picks, for its cluster"),
+            _Table("int", "bases", facts.experts, 4, "those before the picks that it gives slots"),
+            _Table("int", "found", facts.experts, 4, "all picks; then the slot of the first that it gives one"),
+            _Table("int", "starts", facts.experts + 1, 4, "first slot of each expert"),
+            *ranking.tables,
+        ]
+    )
+    _check_shared(op, facts, shared)
+    parameters = Parameters(op)
+    indices, stride = parameters.rows_pointer(0)
+    pointers = {name: parameters.pointer(1 + number) for number, name in enumerate(_RESULTS)}
+    parameters.tokens()
+    parameters.rows("rows", 1 + _RESULTS.index("slot_tokens"), "slots, dead ones too")
+    source = render(
+        "dispatch.cu.j2",
+        {
+            **_common(op, facts, "a slot for each pick, and what lies in each slot"),
+            **pointers,
+            **ranking.variables,
+            "parameters": parameters.lines,
+            "index": storage(op, 0),
+            "indices": indices,
+            "stride": stride,
+            "cluster": config["cluster"],
+            "loads": config["loads"],
+            "tables": placed,
+        },
+    )
+    return GeneratedKernel(
+        symbol=op.symbol,
+        source=source,
+        arguments=tuple(parameters.arguments),
+        threads=config["threads"],
+        rows_per_block=config["share"],
+        grid="clusters",
+        blocks=config["cluster"] * config["clusters"],
+        shared_bytes=shared,
+        cluster=config["cluster"],
+        emulates_cluster=True,
+    )
+
+
+_RESULTS = ("counts", "offsets", "slot_tokens", "slot_picks", "slots", "dropped")
+_STARTS_AND_PLACES = "first slot of each expert, then of its first pick here"
 
 
 @dataclass(frozen=True)
@@ -147,6 +180,58 @@ class _Table:
     bytes: int
     """Of an element."""
     why: str
+
+
+def _place(tables: Sequence[_Table]) -> tuple[list[dict[str, object]], int]:
+    """Where tables lie behind each other, for the template, and the bytes of them all."""
+    placed: list[dict[str, object]] = []
+    shared = 0
+    for table in tables:
+        placed.append({"type": table.type, "name": table.name, "offset": shared, "why": table.why})
+        shared += -(-table.length * table.bytes // 16) * 16
+    return placed, shared
+
+
+@dataclass(frozen=True)
+class _Ranking:
+    """How a block ranks its picks and gives them slots: what templates need to know of it, and its tables."""
+
+    variables: dict[str, object]
+    tables: list[_Table]
+
+    @classmethod
+    def of(cls, op: Kernel, facts: _Facts, histograms: int) -> _Ranking:
+        top_k = _top_k(op)
+        threads, tokens = int(op.configuration["threads"]), int(op.configuration["tokens"])
+        picks = tokens * top_k
+        if picks >= _SHORT or facts.experts >= _SHORT:
+            raise UnsupportedError(
+                f"{op.symbol}: {facts.experts} experts and {picks} picks a block; a dispatch has fewer than {_SHORT} "
+                "of both"
+            )
+        runs = min(histograms, threads // WARP_THREADS)
+        run = -(-picks // (runs * WARP_THREADS)) * WARP_THREADS
+        tables = [
+            _Table("unsigned", "ranked", runs * run, 4, "the block's picks: expert and rank within the run"),
+            _Table("unsigned short", "histograms", runs * facts.experts, 2, "[kRuns][kExperts]"),
+        ]
+        if facts.bounded:
+            tables.append(_Table("unsigned short", "rooms", facts.experts, 2, "picks of the block with a place"))
+        bounded = str(facts.bounded).lower()
+        variables: dict[str, object] = {
+            "top_k": top_k,
+            "tokens": tokens,
+            "align": facts.align,
+            "bounded": facts.bounded,
+            "capacity": repr(facts.capacity),
+            "pad": str(facts.pad).lower(),
+            "pad_name": "kPad" if facts.bounded else "/*kPad=*/false",
+            "bounded_name": f"/*kBounded=*/{bounded}",
+            "rooms": "rooms" if facts.bounded else "nullptr",
+            "runs": runs,
+            "run": run,
+        }
+        return cls(variables, tables)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from moesaic.ir.ops.launch import Kernel
 FAMILIES = {
     "row_program": row_program.generate,
     "col_finish": col_finish.generate,
+    "dispatch": dispatch.generate_at_once,
     "dispatch_count": dispatch.generate_count,
     "dispatch_scan": dispatch.generate_scan,
     "dispatch_scatter": dispatch.generate_scatter,

@@ -87,13 +87,16 @@ class GeneratedKernel:
         threads: threads a block.
         rows_per_block: tokens a block handles at a time.
         grid: ``cover`` (as many blocks as the tokens need), ``chunks`` (the same, but at least one: what is written
-            for no token, too), ``persistent`` (at most what the GPU holds at once, at least one), ``device`` (as many
-            as the GPU holds at once), or ``fixed``.
+            for no token, too), ``persistent`` (at most what the GPU holds at once, at least one), ``clusters`` (whole
+            ones, as many as the tokens need, but at least one and at most `blocks` blocks), ``device`` (as many as the
+            GPU holds at once), or ``fixed``.
         blocks, blocks_per_sequence: a fixed grid has the sum of the first and, for each sequence, the second.
         by_sequence: whether each sequence has as many blocks of its own as any other.
         shared_bytes: dynamic shared memory of a block, in bytes.
         cluster: blocks of a cluster, as the text's ``__cluster_dims__`` say; 1 without. A grid of ``device`` has whole
-            clusters. The emulator runs every block as a cluster of its own.
+            clusters.
+        emulates_cluster: whether the emulator runs the blocks of a cluster together; else, every block as a cluster of
+            its own.
         ops: the ops of its region in order. The text has no comment of one that no line stands for: a rounding that a
             store does, rows that are gathered as they are fetched.
     """
@@ -109,6 +112,7 @@ class GeneratedKernel:
     by_sequence: bool = False
     shared_bytes: int = 0
     cluster: int = 1
+    emulates_cluster: bool = False
     ops: tuple[FusedOp, ...] = ()
 
     @property

@@ -1,4 +1,4 @@
-"""``specialize``: a configuration for each kernel, by a built-in rule.
+"""``specialize``: a configuration for each kernel, by a built-in rule; and how many launches a dispatch takes.
 
 Nothing here changes the arithmetic of a row: sums have one order whatever the lanes (see ``row.cuh``), and every way of
 selecting gives the same picks. What it decides is how the work is spread.
@@ -20,6 +20,7 @@ from moesaic.ir.ops.launch import Kernel
 from moesaic.ir.types import DType
 from moesaic.passes.dispatch_shape import dispatch_config
 from moesaic.passes.manager import Pass, PassContext
+from moesaic.passes.merge_dispatch import merge_dispatches
 from moesaic.passes.product_shape import product_shape
 from moesaic.passes.row_layout import Layout, experts_columns, infer_layouts, sparse_results
 
@@ -121,6 +122,7 @@ class Specialize(Pass):
             raise UsageError(f"specialize: threads must be a multiple of 32, at most 1024, found {self.threads}")
         points = dict(map(parse_point, self.points))
         for function in module.functions:
+            merge_dispatches(function, self.target)
             given = self.alignment if function is module.entry else ()
             aligned: dict[Value, int] = dict(zip(function.arguments, given, strict=False))
             for op in function.body.ops:
@@ -164,8 +166,8 @@ class Specialize(Pass):
             return replace(self, points=(), **free)._row_program(op, aligned, layouts)
         if op.template == "col_finish":
             return {"threads": "1024"}
-        if op.template.startswith("dispatch_"):
-            return dispatch_config(op)
+        if op.template.startswith("dispatch"):
+            return dispatch_config(op, self.tokens)
         alignment = {"alignment": ",".join(str(aligned.get(v, 16)) for v in op.operands[: op.reads])}
         assert op.region is not None
         if op.template in ("product", "wgrad"):

@@ -276,6 +276,7 @@ class _Blocks:
         rows: tokens of a block; 0 for a grid that does not follow T, of `fixed` blocks and `per_sequence` a sequence.
         least, most: bounds on the blocks for tokens.
         by_sequence: each sequence has blocks of its own, as many as any other; `most` is for all of them.
+        cluster: blocks that stand for one of all these, where a grid that follows T has whole clusters.
     """
 
     rows: int = 0
@@ -284,6 +285,7 @@ class _Blocks:
     by_sequence: bool = False
     fixed: int = 0
     per_sequence: int = 0
+    cluster: int = 1
 
     @classmethod
     def of(cls, kernel: GeneratedKernel, most: int) -> _Blocks:
@@ -294,6 +296,9 @@ class _Blocks:
         if kernel.by_sequence or kernel.grid == "persistent":
             # At least one without a token, too: sums of nothing are zeros that somebody has to write.
             return cls(kernel.rows_per_block, 1, most, kernel.by_sequence)
+        if kernel.grid == "clusters":
+            size = kernel.cluster
+            return cls(size * kernel.rows_per_block, 1, kernel.blocks // size, cluster=size)
         if kernel.grid == "chunks":
             return cls(kernel.rows_per_block, 1, 2**31 - 1)
         return cls(kernel.rows_per_block, 0, 2**31 - 1)
@@ -303,7 +308,7 @@ class _Blocks:
             return self.fixed + sequences * self.per_sequence
         parts = max(sequences, 1) if self.by_sequence else 1
         blocks = max(self.least, min(-(-tokens // parts // self.rows), self.most // parts))
-        return sequences * blocks if self.by_sequence else blocks
+        return sequences * blocks if self.by_sequence else self.cluster * blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -742,8 +747,11 @@ class _EmulatedKernel(Loaded):
                 buffers.append(Buffer(tensor.data_ptr(), size, name, writable=number not in read))
         threads = (self._kernel.threads, 1, 1)
         shared, order = self._kernel.shared_bytes, self._runner.order
+        cluster = self._kernel.cluster if self._kernel.emulates_cluster else 1
         given = [v if isinstance(v, int) else struct.pack("=Q7q64x", *v[:8]) for v in values]  # as tensor_map.cuh says
-        self._emulated.launch(grid, threads, given, shared_bytes=shared, buffers=buffers, order=order)
+        self._emulated.launch(
+            grid, threads, given, shared_bytes=shared, cluster=cluster, buffers=buffers, order=order
+        )
 
 
 RUNNERS: dict[str, Runner] = {"cuda": CudaRunner(), "emulate": EmulatedRunner()}

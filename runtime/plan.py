@@ -68,7 +68,7 @@ class LaunchPlan:
 def made_slots(function: Function) -> tuple[int, int] | None:
     """a and b of M = a T + b, where a planned function makes slots of its own."""
     for op in function.body.ops:
-        if isinstance(op, Kernel) and op.template == "dispatch_scatter":
+        if isinstance(op, Kernel) and "slots_per_token" in op.known:
             return int(op.known["slots_per_token"]), int(op.known["more_slots"])
     return None
 

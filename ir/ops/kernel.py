@@ -99,7 +99,7 @@ class Ticket(Op):
 
 
 class DispatchKernel(Op):
-    """Base of the three steps of a ``slot.dispatch``, with its attributes."""
+    """Base of a ``slot.dispatch`` and of its three steps, with its attributes."""
 
     experts = core.integer("E", minimum=1)
     align = core.integer("rows that each expert's first slot is a multiple of", minimum=1, default=1)
@@ -131,6 +131,23 @@ class DispatchScan(DispatchKernel):
         return [self.table.type, TensorType((self.experts,), DType.I32)]
 
 
+class DispatchAtOnce(DispatchKernel):
+    """The results of ``slot.dispatch`` by all three steps in one launch, which ``specialize`` makes of theirs where the
+    target has clusters of blocks."""
+
+    name = "kernel.dispatch"
+    indices = core.operand("[T, K]")
+    counts = result("[E] i32")
+    offsets = result("[E + 1] i32")
+    tokens = result("[M] i32")
+    picks = result("[M] i32")
+    slots = result("[T, K] i32")
+    dropped = result("[1] i32")
+
+    def infer(self) -> Sequence[TensorType]:
+        return _dispatch_of(self, self.indices).infer()
+
+
 class DispatchScatter(DispatchKernel):
     """The results of ``slot.dispatch``; its blocks have the tokens that those of ``kernel.dispatch_count`` had."""
 
@@ -150,8 +167,11 @@ class DispatchScatter(DispatchKernel):
 
     def as_declared(self) -> Dispatch:
         """The op it carries out."""
-        attributes = {k: v for k, v in self.attributes.items() if k in Dispatch.attribute_defs}
-        return Dispatch([self.indices], attributes)
+        return _dispatch_of(self, self.indices)
+
+
+def _dispatch_of(op: DispatchKernel, indices: Value) -> Dispatch:
+    return Dispatch([indices], {k: v for k, v in op.attributes.items() if k in Dispatch.attribute_defs})
 
 
 class Region(Op):

@@ -32,7 +32,7 @@ class Alloc(Op):
 class Kernel(Op):
     """One launch of one kernel of a template family.
 
-    The region of a step of a dispatch is empty: `facts` say all there is to say.
+    The region of a dispatch, or of a step of it, is empty: `facts` say all there is to say.
     """
 
     name = "launch.kernel"
@@ -53,7 +53,7 @@ class Kernel(Op):
             self.fail(f"there is no op kernel.{self.template}{near}, so no template of that name")
         if self.reads > len(self.operands):
             self.fail(f"reads {self.reads} of {len(self.operands)} operands")
-        if self.region is not None and not self.region.arguments and self.template.startswith("dispatch_"):
+        if self.region is not None and not self.region.arguments and self.template.startswith("dispatch"):
             return
         if self.region is None or len(self.region.arguments) != self.reads:
             self.fail(f"the region must have one argument for each of the {self.reads} operands read")

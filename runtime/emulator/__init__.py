@@ -8,8 +8,8 @@ buffer, a buffer changed under a copy in flight) raises :class:`~moesaic.ir.erro
 
 It proves semantics, not hardware behaviour: no memory-model races, register limits or approximate maths, and none of
 inline PTX, TMA, mbarrier, wgmma and clusters, whose helpers bring a portable body for ``MOESAIC_EMULATE``. That of
-tensor cores adds products in order and rounds each sum; hardware does neither. Blocks run to their end one after the
-other on a few OS threads: a block may not wait for one that has not started.
+tensor cores adds products in order and rounds each sum; hardware does neither. Clusters run to their end one after the
+other on a few OS threads, the blocks of each in turn: no block may wait for one of a cluster that has not started.
 """
 
 from moesaic.runtime.emulator.build import build

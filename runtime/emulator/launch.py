@@ -23,6 +23,7 @@ Pointer: TypeAlias = int
 """An address as an int, such as ``tensor.data_ptr()`` or ``array.ctypes.data``."""
 
 MAX_THREADS = 1024
+MAX_CLUSTER = 16
 MAX_SHARED_BYTES = 227 * 1024
 _REPORT_BYTES = 64 * 1024
 
@@ -66,6 +67,8 @@ class _LaunchRequest(ctypes.Structure):
         ("block", _Index3),
         ("workers", ctypes.c_uint32),
         ("buffer_count", ctypes.c_uint32),
+        ("cluster", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
         ("order", ctypes.c_int64),
         ("shared_bytes", ctypes.c_uint64),
         ("timeout_seconds", ctypes.c_double),
@@ -109,6 +112,7 @@ class EmulatedKernel:
         args: Sequence[Pointer | float | bytes],
         *,
         shared_bytes: int = 0,
+        cluster: int = 1,
         buffers: Sequence[Buffer] = (),
         order: int | None = None,
         workers: int | None = None,
@@ -122,14 +126,15 @@ class EmulatedKernel:
             args: one value a parameter: an address for a pointer (keep the memory alive), an int or a float for a
                 scalar, bytes for a struct.
             shared_bytes: dynamic shared memory of a block, in bytes.
+            cluster: blocks of a cluster, which follow one another in x.
             buffers: global memory that checked accesses may touch. Without any, only alignment is checked.
             order: None or FORWARD, REVERSE, or a positive seed that shuffles lanes, warps and blocks.
-            workers: OS threads, each running one block at a time. Default: as many as the process may use.
+            workers: OS threads, each running one cluster at a time. Default: as many as the process may use.
             timeout_s: seconds after which a launch that still runs is given up.
 
         Raises:
             EmulationError: the kernel did something a GPU would not forgive; the message says where.
-            InputError: grid, block, arguments or order cannot be used.
+            InputError: grid, block, cluster, arguments or order cannot be used.
         """
         grid_index, block_index = _index3("grid", grid), _index3("block", block)
         threads = block[0] * block[1] * block[2]
@@ -142,6 +147,11 @@ class EmulatedKernel:
         if not 0 <= shared_bytes <= MAX_SHARED_BYTES:
             raise InputError(
                 f"{self.name}: {shared_bytes} bytes of dynamic shared memory; expected 0 to {MAX_SHARED_BYTES}"
+            )
+        if not 1 <= cluster <= MAX_CLUSTER or grid[0] % cluster:
+            raise InputError(
+                f"{self.name}: clusters of {cluster} blocks in grid {tuple(grid)}; expected a divisor of its extent in x, "
+                f"at most {MAX_CLUSTER}"
             )
         order = FORWARD if order is None else order
         if order < REVERSE:
@@ -157,6 +167,8 @@ class EmulatedKernel:
             block=block_index,
             workers=workers if workers is not None else len(os.sched_getaffinity(0)),
             buffer_count=len(buffers),
+            cluster=cluster,
+            reserved=0,
             order=order,
             shared_bytes=shared_bytes,
             timeout_seconds=timeout_s,

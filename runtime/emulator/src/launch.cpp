@@ -1,4 +1,4 @@
-// One launch: workers take blocks until none is left, a lane fails or the time is over.
+// One launch: OS threads take clusters until none is left, a lane fails or the time is over.
 #include <link.h>
 #include <pthread.h>
 #include <signal.h>
@@ -98,25 +98,28 @@ void set_up_lanes(Worker& worker) {
     }
 }
 
-std::uint64_t block_at(const Grid& grid, std::uint64_t position) {
-    if (grid.block_order != nullptr) return grid.block_order[position];
-    return grid.request->order < 0 ? grid.block_count - 1 - position : position;
+std::uint64_t cluster_at(const Grid& grid, std::uint64_t position) {
+    if (grid.cluster_order != nullptr) return grid.cluster_order[position];
+    return grid.request->order < 0 ? grid.cluster_count - 1 - position : position;
 }
 
-void run_blocks(Worker& worker) {
-    Grid& grid = *worker.grid;
+void run_clusters(Grid& grid, Cluster& cluster) {
     for (;;) {
         if (grid.stop.load(std::memory_order_relaxed)) return;
-        const std::uint64_t position = grid.next_block.fetch_add(1, std::memory_order_relaxed);
-        if (position >= grid.block_count) return;
-        run_block(worker, block_at(grid, position));
+        const std::uint64_t position = grid.next_cluster.fetch_add(1, std::memory_order_relaxed);
+        if (position >= grid.cluster_count) return;
+        run_cluster(cluster, cluster_at(grid, position));
     }
 }
 
-void worker_main(Worker& worker) {
-    const Library library = library_of(*worker.grid->kernel);
-    worker.static_shared = library.thread_local_block;
-    worker.static_shared_bytes = library.thread_local_bytes;
+void thread_main(Grid& grid, Cluster& cluster) {
+    const Library library = library_of(*grid.kernel);
+    for (unsigned b = 0; b < cluster.size; ++b) {
+        Worker& worker = *cluster.blocks[b];
+        worker.static_shared = library.thread_local_block;
+        worker.static_shared_bytes = library.thread_local_bytes;
+        if (cluster.size > 1) worker.own_static_shared.reset(new unsigned char[library.thread_local_bytes]);
+    }
 
     // Faults are handled on a stack of their own: a lane's may be the very thing that overflowed.
     std::unique_ptr<unsigned char[]> signal_stack(new unsigned char[kSignalStackBytes]);
@@ -126,8 +129,7 @@ void worker_main(Worker& worker) {
     stack_t before{};
     sigaltstack(&stack, &before);
 
-    current_worker = &worker;
-    run_blocks(worker);
+    run_clusters(grid, cluster);
     current_worker = nullptr;
     current_lane = nullptr;
     stack_t off{};
@@ -143,7 +145,7 @@ void block_signals(sigset_t* before) {
     pthread_sigmask(SIG_SETMASK, &set, before);
 }
 
-std::vector<std::uint32_t> shuffled_blocks(std::uint64_t count, std::uint64_t seed) {
+std::vector<std::uint32_t> shuffled(std::uint64_t count, std::uint64_t seed) {
     std::vector<std::uint32_t> order(count);
     for (std::uint64_t i = 0; i < count; ++i) order[i] = static_cast<std::uint32_t>(i);
     std::uint64_t state = seed * 0x9E3779B97F4A7C15ULL + 1;
@@ -165,43 +167,50 @@ int launch(const LaunchRequest& request, const KernelBinding& kernel) {
     Grid grid;
     grid.request = &request;
     grid.kernel = &kernel;
-    grid.block_count = static_cast<std::uint64_t>(request.grid.x) * request.grid.y * request.grid.z;
+    const unsigned size = request.cluster;
+    grid.cluster_count = static_cast<std::uint64_t>(request.grid.x) * request.grid.y * request.grid.z / size;
     const Library library = library_of(kernel);
     grid.code_begin = library.begin;
     grid.code_end = library.end;
     std::vector<std::uint32_t> order;
     if (request.order > 0) {
-        order = shuffled_blocks(grid.block_count, static_cast<std::uint64_t>(request.order));
-        grid.block_order = order.data();
+        order = shuffled(grid.cluster_count, static_cast<std::uint64_t>(request.order));
+        grid.cluster_order = order.data();
     }
     install_signal_handlers();
 
-    std::uint64_t worker_count = request.workers < 1 ? 1 : request.workers;
-    if (worker_count > grid.block_count) worker_count = grid.block_count;
-    std::vector<std::unique_ptr<Worker>> workers;
+    std::uint64_t thread_count = request.workers < 1 ? 1 : request.workers;
+    if (thread_count > grid.cluster_count) thread_count = grid.cluster_count;
+    std::vector<std::unique_ptr<Cluster>> clusters;
     bool enough_memory = true;
-    for (std::uint64_t i = 0; i < worker_count; ++i) {
-        workers.emplace_back(new Worker);
-        Worker& worker = *workers.back();
-        worker.grid = &grid;
-        worker.stacks = acquire_stacks(request.block.x * request.block.y * request.block.z);
-        map_dynamic_shared(worker, request.shared_bytes);
-        enough_memory = enough_memory && worker.stacks.base != nullptr &&
-                        worker.view.dynamic_shared_bytes == request.shared_bytes;
-        set_up_lanes(worker);
+    for (std::uint64_t i = 0; i < thread_count; ++i) {
+        clusters.emplace_back(new Cluster);
+        Cluster& cluster = *clusters.back();
+        cluster.size = size;
+        for (unsigned b = 0; b < size; ++b) {
+            cluster.blocks[b].reset(new Worker);
+            Worker& worker = *cluster.blocks[b];
+            worker.grid = &grid;
+            worker.cluster = &cluster;
+            worker.stacks = acquire_stacks(request.block.x * request.block.y * request.block.z);
+            map_dynamic_shared(worker, request.shared_bytes);
+            enough_memory = enough_memory && worker.stacks.base != nullptr &&
+                            worker.view.dynamic_shared_bytes == request.shared_bytes;
+            set_up_lanes(worker);
+        }
     }
 
     if (enough_memory) {
         std::mutex mutex;
         std::condition_variable changed;
-        std::uint64_t running = worker_count;
+        std::uint64_t running = thread_count;
         sigset_t before;
         block_signals(&before);
         std::vector<std::thread> threads;
-        std::vector<bool> done(worker_count, false);
-        for (std::uint64_t i = 0; i < worker_count; ++i) {
+        std::vector<bool> done(thread_count, false);
+        for (std::uint64_t i = 0; i < thread_count; ++i) {
             threads.emplace_back([&, i] {
-                worker_main(*workers[i]);
+                thread_main(grid, *clusters[i]);
                 std::lock_guard<std::mutex> lock(mutex);
                 done[i] = true;
                 running -= 1;
@@ -216,7 +225,7 @@ int launch(const LaunchRequest& request, const KernelBinding& kernel) {
             bool in_time = changed.wait_for(lock, limit, all_done);
             // Signal again and again: one that arrives between two blocks is ignored, and `stop` ends the rest.
             while (!in_time) {
-                for (std::uint64_t i = 0; i < worker_count; ++i) {
+                for (std::uint64_t i = 0; i < thread_count; ++i) {
                     if (!done[i]) pthread_kill(threads[i].native_handle(), timeout_signal());
                 }
                 in_time = changed.wait_for(lock, std::chrono::milliseconds(50), all_done);
@@ -225,10 +234,13 @@ int launch(const LaunchRequest& request, const KernelBinding& kernel) {
         for (std::thread& thread : threads) thread.join();
     }
 
-    for (const auto& worker : workers) {
-        release_stacks(worker->stacks);
-        release_copies(*worker);
-        if (worker->dynamic_region != nullptr) munmap(worker->dynamic_region, worker->dynamic_region_bytes);
+    for (const auto& cluster : clusters) {
+        for (unsigned b = 0; b < size; ++b) {
+            Worker& worker = *cluster->blocks[b];
+            release_stacks(worker.stacks);
+            release_copies(worker);
+            if (worker.dynamic_region != nullptr) munmap(worker.dynamic_region, worker.dynamic_region_bytes);
+        }
     }
     if (!enough_memory) return refuse(request, "not enough memory for the emulator's stacks and shared memory");
     return grid.reported.load() ? 1 : 0;

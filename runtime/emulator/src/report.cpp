@@ -86,6 +86,7 @@ bool wait_alike(const Lane& a, const Lane& b) {
     if (a.state != b.state || a.site.line != b.site.line || std::strcmp(a.site.file, b.site.file) != 0) return false;
     if (a.state == LaneState::AtBlockBarrier) return a.mask == b.mask && a.block_operation == b.block_operation;
     if (a.state == LaneState::AtMbarrier) return a.mask == b.mask && a.value == b.value;
+    if (a.state == LaneState::AtClusterBarrier) return true;
     return a.mask == b.mask && a.warp_operation == b.warp_operation;
 }
 
@@ -105,6 +106,9 @@ void add_waiting(Text& text, const Worker& worker, const Warp& warp, const Lane&
         add_lanes(text, lane.mask & warp.alive & ~lanes);
     } else if (lane.state == LaneState::AtMbarrier) {
         text.add(": wait at an mbarrier for its phase of parity %u", lane.mask);
+    } else if (lane.state == LaneState::AtClusterBarrier) {
+        text.add(": wait at the barrier of the cluster (%u of %u threads arrived)", worker.cluster->arrived,
+                 worker.cluster->alive);
     } else {
         text.add(": state %u", static_cast<unsigned>(lane.state));
     }
@@ -128,7 +132,7 @@ void report_lane(Worker& worker, const char* message, const Site* site, void* pc
         add_place(text, worker, site, pc, frame);
         text.add(": %s", message);
     }
-    leave_block(worker);
+    leave_cluster(*worker.cluster);
 }
 
 void report_deadlock(Worker& worker) {
@@ -153,7 +157,7 @@ void report_deadlock(Worker& worker) {
         }
         if (shown == 24) text.add("\n  ...");
     }
-    leave_block(worker);
+    leave_cluster(*worker.cluster);
 }
 
 }  // namespace moesaic_emulate

@@ -58,6 +58,35 @@ Lane* pick(Worker& worker) {
     return take(worker, *warp, choose(worker, warp->ready));
 }
 
+// Has the lanes of another block of the cluster run from now on.
+void enter_block(Worker& worker) {
+    Worker& left = this_worker();
+    if (&left == &worker) return;
+    std::memcpy(left.own_static_shared.get(), left.static_shared, left.static_shared_bytes);
+    std::memcpy(worker.static_shared, worker.own_static_shared.get(), worker.static_shared_bytes);
+    current_worker = &worker;
+}
+
+// A lane of any block of the cluster. Blocks run until they wait; a seeded order leaves them at times.
+Lane* pick_of_cluster(Worker& worker) {
+    Cluster& cluster = *worker.cluster;
+    const bool leave = worker.order == Order::Seeded && (next_random(worker) & 31u) == 0;
+    if (!leave) {
+        Lane* const own = pick(worker);
+        if (own != nullptr) return own;
+    }
+    const unsigned turn = worker.order == Order::Seeded ? next_random(worker) % cluster.size : 0;
+    for (unsigned i = 0; i < cluster.size; ++i) {
+        const unsigned place = (i + turn) % cluster.size;
+        Worker& other = *cluster.blocks[worker.order == Order::Reverse ? cluster.size - 1 - place : place];
+        Lane* const lane = pick(other);
+        if (lane == nullptr) continue;
+        enter_block(other);
+        return lane;
+    }
+    return nullptr;
+}
+
 // The next lane that can go on, round and round: a fixed order would let two lanes that poll starve the third.
 Lane* pick_after(Worker& worker, const Lane& lane) {
     const auto above = [](unsigned bits, unsigned index) { return bits & ~((2u << index) - 1u); };
@@ -83,17 +112,24 @@ void run_lane() {
         report_lane(worker, "a thread ends that has not waited for a box it sent from shared memory", nullptr, nullptr,
                     nullptr);
     }
+    if (lane.arrived) {
+        report_lane(worker, "a thread ends that has arrived at the barrier of the cluster and not waited", nullptr, nullptr,
+                    nullptr);
+    }
+    Cluster& cluster = *worker.cluster;
     lane.state = LaneState::Exited;
     warp.alive &= ~(1u << lane.index);
     worker.alive -= 1;
+    cluster.alive -= 1;
     release_after_exit(worker, warp);
+    release_cluster(cluster);
     if (worker.alive == 0) {
         // Another block's shared memory may lie there when it comes.
         if (const PendingArrival* box = box_under_way(worker)) {
             report_lane(worker, "a box of the copy engine is under way, and the block has ended", &box->site, nullptr,
                         nullptr);
         }
-        leave_block(worker);
+        if (cluster.alive == 0) leave_cluster(cluster);
     }
     dispatch(worker);
     __builtin_unreachable();
@@ -125,12 +161,14 @@ void set_up_block(Worker& worker, std::uint64_t linear_block) {
         warp.barrier_count = 0;
         for (unsigned i = 0; i < lanes; ++i, ++thread) {
             warp.lanes[i].state = LaneState::Ready;
+            warp.lanes[i].arrived = false;
             context_prepare(warp.lanes[i].context, worker.stacks.stack(thread), run_lane);
         }
         make_ready(warp, warp.alive);
     }
-    poison(worker.static_shared, worker.static_shared_bytes);
+    poison(worker.own_static_shared ? worker.own_static_shared.get() : worker.static_shared, worker.static_shared_bytes);
     poison(worker.view.dynamic_shared, worker.view.dynamic_shared_bytes);
+    worker.current_warp = &worker.warps[choose(worker, worker.ready_warps)];
 }
 
 }  // namespace
@@ -156,28 +194,38 @@ void make_ready(Warp& warp, unsigned lanes) {
 
 void dispatch(Worker& worker) {
     Lane& from = this_lane();
-    Lane* next = pick(worker);
+    Lane* next = worker.cluster->size == 1 ? pick(worker) : pick_of_cluster(worker);
     if (next == nullptr) report_deadlock(worker);
     if (next == &from) return;
     current_lane = &next->view;
     context_switch(from.context, next->context);
 }
 
-void leave_block(Worker& worker) {
+void leave_cluster(Cluster& cluster) {
     Context abandoned;
     current_lane = nullptr;
-    context_switch(abandoned, worker.main);
+    context_switch(abandoned, cluster.main);
     __builtin_unreachable();
 }
 
-void run_block(Worker& worker, std::uint64_t linear_block) {
-    set_up_block(worker, linear_block);
-    worker.current_warp = &worker.warps[choose(worker, worker.ready_warps)];
+void run_cluster(Cluster& cluster, std::uint64_t number) {
+    cluster.alive = cluster.arrived = 0;
+    for (unsigned b = 0; b < cluster.size; ++b) {
+        Worker& worker = *cluster.blocks[b];
+        set_up_block(worker, number * cluster.size + b);
+        cluster.alive += worker.alive;
+    }
+    const Order order = cluster.blocks[0]->order;
+    Worker& worker = *cluster.blocks[order == Order::Reverse ? cluster.size - 1 : 0];
+    if (worker.own_static_shared) {
+        std::memcpy(worker.static_shared, worker.own_static_shared.get(), worker.static_shared_bytes);
+    }
+    current_worker = &worker;
     Lane* first = pick(worker);
     current_lane = &first->view;
-    worker.in_fiber.store(true, std::memory_order_relaxed);
-    context_switch(worker.main, first->context);
-    worker.in_fiber.store(false, std::memory_order_relaxed);
+    for (unsigned b = 0; b < cluster.size; ++b) cluster.blocks[b]->in_fiber.store(true, std::memory_order_relaxed);
+    context_switch(cluster.main, first->context);
+    for (unsigned b = 0; b < cluster.size; ++b) cluster.blocks[b]->in_fiber.store(false, std::memory_order_relaxed);
 }
 
 void yield_lane(bool always) {

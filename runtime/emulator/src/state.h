@@ -1,8 +1,9 @@
-// The emulator's state: a grid in flight, a worker (OS thread) with its block, warps and lanes.
+// The emulator's state: a grid in flight, an OS thread with its cluster of blocks, a worker for each, warps and lanes.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
+#include <memory>
 
 #include "fiber.h"
 #include "moesaic_emulate/context.h"
@@ -13,11 +14,13 @@ constexpr unsigned kWarpSize = MOESAIC_EMULATE_WARP_SIZE;
 constexpr unsigned kMaxThreads = MOESAIC_EMULATE_MAX_THREADS;
 constexpr unsigned kMaxWarps = kMaxThreads / kWarpSize;
 constexpr unsigned kNamedBarriers = 16;
+constexpr unsigned kMaxCluster = MOESAIC_EMULATE_MAX_CLUSTER;
 
+struct Cluster;
 struct Worker;
 struct Warp;
 
-enum class LaneState : std::uint8_t { Ready, AtWarpOperation, AtBlockBarrier, AtActiveMask, AtMbarrier, Exited };
+enum class LaneState : std::uint8_t { Ready, AtWarpOperation, AtBlockBarrier, AtActiveMask, AtMbarrier, AtClusterBarrier, Exited };
 
 // One CUDA thread. The view comes first: `current_lane` points at it.
 struct Lane {
@@ -35,6 +38,8 @@ struct Lane {
     int width;
     std::uint64_t value;  // mbarrier: its address
     std::uint64_t result;
+    bool arrived;         // at the barrier of the cluster, and has not waited yet
+    unsigned cluster_phase;  // in which it has arrived
     Site site;
     // The copies it started: a list in the worker's pool, oldest first.
     std::uint32_t first_copy;
@@ -124,10 +129,10 @@ enum class Order : std::uint8_t { Forward, Reverse, Seeded };
 
 struct Grid;
 
-// One OS thread and the block it runs.
+// A block that runs.
 struct Worker {
     Grid* grid = nullptr;
-    Context main;
+    Cluster* cluster = nullptr;
     StackPool stacks;
     BlockView view{};
     Order order = Order::Forward;
@@ -144,8 +149,9 @@ struct Worker {
     Warp warps[kMaxWarps]{};
     Lane lanes[kMaxThreads]{};
 
-    unsigned char* static_shared = nullptr;
+    unsigned char* static_shared = nullptr;  // of the OS thread: holds the block's while a lane of it runs
     std::size_t static_shared_bytes = 0;
+    std::unique_ptr<unsigned char[]> own_static_shared;  // holds it else; only where a cluster has several blocks
     unsigned char* dynamic_region = nullptr;  // mapping that ends in a guard page
     std::size_t dynamic_region_bytes = 0;
 
@@ -154,9 +160,9 @@ struct Worker {
     std::uint32_t copies_used = 0;           // entries ever taken in this block
     std::uint32_t free_copy = kNoCopy;       // list of those given back
 
-    PendingArrival arrivals[kMaxArrivals]{};
+    PendingArrival arrivals[kMaxArrivals];  // these and stores: so many as are counted
     unsigned arrival_count = 0;
-    PendingStore stores[kMaxStores]{};
+    PendingStore stores[kMaxStores];
     unsigned store_count = 0;
 
     const Buffer* last_read = nullptr;   // the buffers hit last: most accesses hit the same again
@@ -166,20 +172,30 @@ struct Worker {
     bool failing = false;
 };
 
+// One OS thread and the cluster it runs: blocks in turn, a lane at a time. Most clusters have one block.
+struct Cluster {
+    Context main;
+    std::unique_ptr<Worker> blocks[kMaxCluster];
+    unsigned size = 1;
+    unsigned alive = 0;    // threads that have not exited
+    unsigned arrived = 0;  // threads at the barrier
+    unsigned phase = 0;    // barriers that are over
+};
+
 // A launch in flight.
 struct Grid {
     const LaunchRequest* request = nullptr;
     const KernelBinding* kernel = nullptr;
-    std::uint64_t block_count = 0;
-    const std::uint32_t* block_order = nullptr;  // null: by arithmetic
-    std::atomic<std::uint64_t> next_block{0};
+    std::uint64_t cluster_count = 0;
+    const std::uint32_t* cluster_order = nullptr;  // null: by arithmetic
+    std::atomic<std::uint64_t> next_cluster{0};
     std::atomic<bool> stop{false};
     std::atomic<bool> reported{false};
     std::uintptr_t code_begin = 0;  // the kernel library in memory
     std::uintptr_t code_end = 0;
 };
 
-// The worker of this OS thread, or null.
+// The worker whose lane runs on this OS thread, or null.
 extern __thread Worker* current_worker;
 
 inline Lane& this_lane() { return *reinterpret_cast<Lane*>(current_lane); }
@@ -196,12 +212,12 @@ inline std::uint32_t next_random(Worker& worker) {
 }
 
 // scheduler.cpp
-void run_block(Worker& worker, std::uint64_t linear_block);
+void run_cluster(Cluster& cluster, std::uint64_t number);
 void dispatch(Worker& worker);  // switches to the next lane that can go on; reports a deadlock if there is none
 void make_ready(Warp& warp, unsigned lanes);
 // Releases what can go on now that a lane exited.
 void release_after_exit(Worker& worker, Warp& warp);
-[[noreturn]] void leave_block(Worker& worker);  // abandons all lanes, back to the worker's own stack
+[[noreturn]] void leave_cluster(Cluster& cluster);  // abandons all lanes, back to the OS thread's own stack
 
 // Unwritten shared memory, and the destination of a copy in flight, hold a pattern that is a NaN as float, double,
 // bfloat16 and half, and a huge number as an integer (not -1, which kernels use to say "none").
@@ -224,6 +240,10 @@ const char* name_of(BlockOperation operation);
 bool has_stores(const Worker& worker, const Lane& lane);
 // A box that nobody has waited for, or null.
 const PendingArrival* box_under_way(const Worker& worker);
+
+// clusters.cpp
+// Releases a barrier of the cluster where all threads that have not exited are at it.
+void release_cluster(Cluster& cluster);
 
 // report.cpp
 [[noreturn]] void report_lane(Worker& worker, const char* message, const Site* site, void* pc, void* frame);

@@ -97,12 +97,4 @@ __device__ __forceinline__ void sync_threads(int number) {
 #endif
 }
 
-// The barrier of all threads of a pair of blocks (a cluster), with the meaning of __syncthreads.
-__device__ __forceinline__ void sync_pair() {
-#ifndef MOESAIC_EMULATE
-  asm volatile("barrier.cluster.arrive.release;\n"
-               "barrier.cluster.wait.acquire;" ::: "memory");
-#endif
-}
-
 }  // namespace moesaic

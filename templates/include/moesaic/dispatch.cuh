@@ -1,4 +1,4 @@
-// A dispatch: slots for the picks of all tokens, by a stable counting sort in three launches.
+// A dispatch: slots for the picks of all tokens, by a stable counting sort in three steps.
 //
 //   count     how many picks of each expert a block has
 //   scan      how many come in the blocks before it, and how many there are
@@ -6,8 +6,11 @@
 //
 // Picks have one order, that of t K + k, and each block a run of it. Counters are integers, so it does not matter in which
 // order they are added up, and slots depend on nothing but the picks.
+//
+// The steps are three launches, or, where blocks can wait for each other, one (`Share`).
 #pragma once
 
+#include "moesaic/cluster.cuh"
 #include "moesaic/row.cuh"
 
 namespace moesaic {
@@ -18,30 +21,32 @@ constexpr int kTogether = 4;  // picks that a thread loads before it looks at th
 // alone, the compiler also unrolls loops that go round once; a short kernel waits for its instructions, too.
 __host__ __device__ constexpr int unrolled(int count, int threads) { return smaller(4, ceil_div(count, threads)); }
 
-// The picks of a block: those of kTokens tokens.
-template <int kExperts, int kTopK, int kTokens, typename Index>
-struct BlockPicks {
+// The picks of tokens that follow one another.
+template <int kExperts, int kTopK, typename Index>
+struct Picks {
   const Index* indices;
   long long stride;  // elements between the rows of tokens, wherever the caller has them
   long long first_token;
   int count;
 
-  __device__ __forceinline__ BlockPicks(const Index* indices, long long stride, long long tokens)
-      : indices(indices), stride(stride), first_token(static_cast<long long>(blockIdx.x) * kTokens),
-        count(static_cast<int>(at_most(kTokens, tokens - first_token)) * kTopK) {}
+  // Of tokens first to end; none where that lies before.
+  __device__ __forceinline__ Picks(const Index* indices, long long stride, long long first, long long end)
+      : indices(indices), stride(stride), first_token(first),
+        count(end > first ? static_cast<int>(end - first) * kTopK : 0) {}
 
   // The experts of picks first, first + step, ...; -1 for those that are not here, and past the last. What is past the last
   // reads that one (there must be one): behind a branch, each load would wait for the one before. Numbers are compared in
   // the type they come in: one beyond 32 bits must not be cut down to an expert's.
-  __device__ __forceinline__ void load_experts(int first, int step, int (&experts)[kTogether]) const {
-    Index ids[kTogether];
+  template <int kLoads>
+  __device__ __forceinline__ void load_experts(int first, int step, int (&experts)[kLoads]) const {
+    Index ids[kLoads];
 #pragma unroll
-    for (int j = 0; j < kTogether; ++j) {
+    for (int j = 0; j < kLoads; ++j) {
       const int i = min(first + j * step, count - 1);
       ids[j] = load_one(indices + (first_token + i / kTopK) * stride + i % kTopK);
     }
 #pragma unroll
-    for (int j = 0; j < kTogether; ++j) {
+    for (int j = 0; j < kLoads; ++j) {
       const bool here = first + j * step < count && ids[j] >= 0 && ids[j] < kExperts;
       experts[j] = here ? static_cast<int>(ids[j]) : -1;
     }
@@ -50,24 +55,23 @@ struct BlockPicks {
 
 // --------------------------------------------------------------------------------------------------------- count
 
-// A block's row of the table.
-template <int kExperts, int kThreads, class Picks>
-__device__ __forceinline__ void count_picks(const Picks& picks, int* histogram, int* row) {
+// Picks by expert: the first `split` of them in `before`, the others in `rest`.
+template <int kExperts, int kThreads, int kLoads, class Picks>
+__device__ __forceinline__ void count_picks(const Picks& picks, int split, int* before, int* rest) {
 #pragma unroll unrolled(kExperts, kThreads)
-  for (int e = threadIdx.x; e < kExperts; e += kThreads) histogram[e] = 0;
+  for (int e = threadIdx.x; e < kExperts; e += kThreads) before[e] = rest[e] = 0;
   __syncthreads();  // counters are 0
 #pragma unroll 1
-  for (int first = threadIdx.x; first < picks.count; first += kTogether * kThreads) {
-    int experts[kTogether];
+  for (int first = threadIdx.x; first < picks.count; first += kLoads * kThreads) {
+    int experts[kLoads];
     picks.load_experts(first, kThreads, experts);
 #pragma unroll
-    for (int j = 0; j < kTogether; ++j) {
-      if (experts[j] >= 0) atomicAdd(histogram + experts[j], 1);
+    for (int j = 0; j < kLoads; ++j) {
+      // Lanes that add 1 at one address do so at once: no order of picks makes this slow.
+      if (experts[j] >= 0) atomicAdd((first + j * kThreads < split ? before : rest) + experts[j], 1);
     }
   }
   __syncthreads();  // all picks are counted
-#pragma unroll unrolled(kExperts, kThreads)
-  for (int e = threadIdx.x; e < kExperts; e += kThreads) store_one(row + e, histogram[e]);
 }
 
 // ---------------------------------------------------------------------------------------------------------- scan
@@ -230,12 +234,18 @@ __device__ __forceinline__ unsigned ranked_pick(int expert, int rank) {
   return static_cast<unsigned>(expert) << 16 | static_cast<unsigned>(rank);
 }
 
-// Each of the first warps goes over a run of the block's picks, 32 at a time, in order. `histogram` is the warp's own: the
-// picks that it has seen of each expert, 0 at first.
-template <int kRun, class Picks>
-__device__ __forceinline__ void rank_picks(const Picks& picks, unsigned short* histogram, unsigned* ranked) {
+// Each of the first kRuns warps goes over a run of the picks, 32 at a time, in order. It has a histogram of its own: the
+// picks that it has seen of each expert.
+template <int kExperts, int kThreads, int kRuns, int kRun, class Picks>
+__device__ __forceinline__ void rank_picks(const Picks& picks, unsigned short* histograms, unsigned* ranked) {
+#pragma unroll unrolled(kRuns * kExperts, kThreads)
+  for (int i = threadIdx.x; i < kRuns * kExperts; i += kThreads) histograms[i] = 0;
+  __syncthreads();  // nobody has been seen
   const int lane = threadIdx.x % kWarp;
-  const int run = threadIdx.x / kWarp * kRun;
+  const int warp = threadIdx.x / kWarp;
+  if (warp >= kRuns) return;
+  const int run = warp * kRun;
+  unsigned short* const histogram = histograms + warp * kExperts;
 #pragma unroll 1
   for (int first = run; first < run + kRun && first < picks.count; first += kTogether * kWarp) {
     int experts[kTogether];
@@ -255,15 +265,16 @@ __device__ __forceinline__ void rank_picks(const Picks& picks, unsigned short* h
   }
 }
 
-// Counters become what they are needed as: histograms[run][e] the picks of expert e in the runs before, starts[e] the slot
-// of the block's first pick of it. rooms[e] is how many of the block's picks find a place within the capacity.
+// Counters become what they are needed as: histograms[run][e] the picks of expert e in the runs before, placed[e] the slot
+// of the first of them all, which bases[e] picks come before. rooms[e] is how many find a place within the capacity. `next`,
+// if there is one, gets the bases of the picks after these; tables may be the same.
 template <int kExperts, int kThreads, int kRuns, int kPicks, bool kBounded>
-__device__ __forceinline__ void place_runs(const int* bases, int bound, unsigned short* histograms, int* starts,
-                                           unsigned short* rooms) {
+__device__ __forceinline__ void place_runs(const int* bases, int bound, const int* starts, unsigned short* histograms,
+                                           int* placed, unsigned short* rooms, int* next) {
 #pragma unroll unrolled(kExperts, kThreads)
   for (int e = threadIdx.x; e < kExperts; e += kThreads) {
     const int base = load_one(bases + e);
-    starts[e] += base;
+    placed[e] = starts[e] + base;
     if constexpr (kBounded) rooms[e] = static_cast<unsigned short>(min(max(bound - base, 0), kPicks));
     int before = 0;
 #pragma unroll
@@ -272,13 +283,14 @@ __device__ __forceinline__ void place_runs(const int* bases, int bound, unsigned
       histograms[run * kExperts + e] = static_cast<unsigned short>(before);
       before += counted;
     }
+    if (next != nullptr) next[e] = base + before;
   }
 }
 
 // Slots at the picks, picks and tokens at the slots.
 template <int kExperts, int kTopK, int kThreads, int kPicks, int kRun, bool kBounded, class Picks>
 __device__ __forceinline__ void store_slots(const Picks& picks, const unsigned* ranked, const unsigned short* histograms,
-                                            const int* starts, const unsigned short* rooms, int* tokens, int* pick_of,
+                                            const int* placed, const unsigned short* rooms, int* tokens, int* pick_of,
                                             int* slots) {
   const long long first = picks.first_token * kTopK;
 #pragma unroll unrolled(kPicks, kThreads)
@@ -287,13 +299,55 @@ __device__ __forceinline__ void store_slots(const Picks& picks, const unsigned* 
     if (ranked[i] != kNotHere) {
       const int expert = static_cast<int>(ranked[i] >> 16);
       const int rank = static_cast<int>(ranked[i] & 0xffff) + histograms[i / kRun * kExperts + expert];
-      if (!kBounded || rank < rooms[expert]) slot = starts[expert] + rank;
+      if (!kBounded || rank < rooms[expert]) slot = placed[expert] + rank;
     }
     store_one(slots + first + i, slot);
     if (slot >= 0) {
       store_one(pick_of + slot, static_cast<int>(first + i));
       store_one(tokens + slot, static_cast<int>(picks.first_token + i / kTopK));
     }
+  }
+}
+
+// --------------------------------------------------------------------------------------------------- in one launch
+
+// What a block has to do where blocks wait for each other only within clusters of kBlocks. Each cluster counts all picks,
+// those of block r of any cluster being the r-th run of them; so no cluster waits for another, and there may be more than
+// run at once. It gives slots to a part of them: in each run, block r of cluster c has the c-th piece.
+template <int kBlocks>
+struct Share {
+  int rank;                   // of the block in its cluster
+  long long run, run_end;     // tokens that it counts
+  long long first, end;       // tokens whose picks it gives slots
+
+  __device__ __forceinline__ explicit Share(long long tokens) {
+    const long long clusters = gridDim.x / kBlocks;
+    const long long each = (tokens + gridDim.x - 1) / gridDim.x;
+    rank = static_cast<int>(blockIdx.x % kBlocks);
+    run = at_most(rank * clusters * each, tokens);
+    run_end = at_most((rank + 1) * clusters * each, tokens);
+    first = at_most((rank * clusters + blockIdx.x / kBlocks) * each, tokens);
+    end = at_most(first + each, tokens);
+  }
+};
+
+// bases[e], the picks of expert e before the block's own in its run, become all that come before them; found[e] is the sum
+// of what the blocks of the cluster have counted.
+template <int kExperts, int kThreads, int kBlocks>
+__device__ __forceinline__ void sum_cluster(const int* counted, int rank, int* bases, int* found) {
+#pragma unroll unrolled(kExperts, kThreads)
+  for (int e = threadIdx.x; e < kExperts; e += kThreads) {
+    int counts[kBlocks];
+#pragma unroll
+    for (int r = 0; r < kBlocks; ++r) counts[r] = load_from_block(counted + e, r);
+    int before = bases[e], total = 0;
+#pragma unroll
+    for (int r = 0; r < kBlocks; ++r) {
+      before += r < rank ? counts[r] : 0;
+      total += counts[r];
+    }
+    bases[e] = before;
+    found[e] = total;
   }
 }
 

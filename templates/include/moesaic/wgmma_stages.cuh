@@ -14,6 +14,7 @@
 // Both blocks of a pair do the same number of steps, one after the other, whatever they find to do.
 #pragma once
 
+#include "moesaic/cluster.cuh"
 #include "moesaic/tile_copied.cuh"
 #include "moesaic/wgmma.cuh"
 
@@ -218,7 +219,7 @@ class WgmmaStages {
 
   // Nobody leaves while the other block of the pair may still write to, or arrive in, its shared memory.
   __device__ __forceinline__ void finish() const {
-    if constexpr (kPair == 2) sync_pair();
+    if constexpr (kPair == 2) sync_cluster();
   }
 
   static __device__ __forceinline__ bool fetches() { return threadIdx.x >= kWorkers; }
@@ -273,7 +274,7 @@ class WgmmaStages {
  protected:
   static __device__ __forceinline__ void sync() {
     if constexpr (kPair == 2) {
-      sync_pair();
+      sync_cluster();
     } else {
       __syncthreads();
     }

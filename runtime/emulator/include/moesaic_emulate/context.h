@@ -10,6 +10,8 @@
 // The largest block and warp of every CUDA device so far.
 #define MOESAIC_EMULATE_MAX_THREADS 1024
 #define MOESAIC_EMULATE_WARP_SIZE 32
+// Blocks of a cluster; every device with clusters has them up to 8.
+#define MOESAIC_EMULATE_MAX_CLUSTER 16
 
 namespace moesaic_emulate {
 
@@ -139,6 +141,12 @@ MOESAIC_EMULATE_API std::uint64_t multiply_swizzled(const SwizzledMatrix& left, 
 MOESAIC_EMULATE_API std::uint64_t digest_of_swizzled(const SwizzledMatrix& left, const SwizzledMatrix& right,
                                                      int columns);
 
+// The halves of the barrier of all threads of a cluster that have not exited, and where something in the shared memory of
+// this block lies in that of block `rank`, which must not have ended.
+MOESAIC_EMULATE_API void cluster_arrive(Site site);
+MOESAIC_EMULATE_API void cluster_wait(Site site);
+MOESAIC_EMULATE_API const void* in_block_of_cluster(const void* address, unsigned bytes, unsigned rank, Site site);
+
 // Lets other lanes run. `always` false: only now and then, and only under a seeded order (finds more interleavings).
 MOESAIC_EMULATE_API void yield_lane(bool always);
 
@@ -158,8 +166,10 @@ struct Buffer {
 struct LaunchRequest {
     Index3 grid;
     Index3 block;
-    std::uint32_t workers;        // OS threads; one block at a time each
+    std::uint32_t workers;        // OS threads; one cluster at a time each
     std::uint32_t buffer_count;
+    std::uint32_t cluster;        // blocks of a cluster, which divides the grid
+    std::uint32_t reserved;
     std::int64_t order;           // 0 forward, -1 reverse, positive: seed of a shuffle
     std::uint64_t shared_bytes;   // dynamic shared memory of a block
     double timeout_seconds;       // for the whole grid

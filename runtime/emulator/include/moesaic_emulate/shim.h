@@ -1,8 +1,7 @@
 // Force-included before a kernel's text: the CUDA language on a host C++ compiler.
 //
-// Not emulated: inline PTX, and clusters of more than one block. Generated code puts PTX behind helpers with a portable body
-// for `#ifdef MOESAIC_EMULATE`. For cp.async, mbarrier, boxes of the copy engine, ldmatrix and mma.sync there is what such
-// a body builds on.
+// Not emulated: inline PTX. Generated code puts it behind helpers with a portable body for `#ifdef MOESAIC_EMULATE`. For
+// cp.async, mbarrier, boxes of the copy engine, clusters, ldmatrix and mma.sync there is what such a body builds on.
 #pragma once
 
 // Qualifiers first: CUDA's own headers define only those that are still undefined.
@@ -12,7 +11,7 @@
 #define __constant__ static
 #define __grid_constant__
 #define __managed__ static
-// One copy for each OS thread, because an OS thread runs one block at a time; poisoned before every block.
+// One copy for each OS thread, which holds that of the block whose lane runs; poisoned before every block.
 #define __shared__ static thread_local
 #define __launch_bounds__(...)
 #define __maxnreg__(...)

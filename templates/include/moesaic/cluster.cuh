@@ -1,0 +1,48 @@
+// Clusters (sm_90): blocks that run at the same time, have a barrier of their own, and read each other's shared memory.
+// PTX ISA, "Parallel Synchronization and Communication Instructions: barrier.cluster" and "State Spaces: shared".
+#pragma once
+
+#include "moesaic/base.cuh"
+
+namespace moesaic {
+
+// The two halves of a barrier of all threads of a cluster. What a thread did before its arrival is seen by every thread
+// after its wait. A block's shared memory ends with it: one that others read from waits for their arrival after that.
+__device__ __forceinline__ void cluster_arrive() {
+#ifdef MOESAIC_EMULATE
+  moesaic_emulate_cluster_arrive();
+#else
+  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void cluster_wait() {
+#ifdef MOESAIC_EMULATE
+  moesaic_emulate_cluster_wait();
+#else
+  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+#endif
+}
+
+// Both, with the meaning of __syncthreads.
+__device__ __forceinline__ void sync_cluster() {
+  cluster_arrive();
+  cluster_wait();
+}
+
+// What lies at the same place in the shared memory of block `rank` of the cluster.
+// PTX ISA, "Data Movement and Conversion Instructions: mapa, ld".
+__device__ __forceinline__ int load_from_block(const int* address, int rank) {
+#ifdef MOESAIC_EMULATE
+  return *static_cast<const int*>(moesaic_emulate_in_block(address, sizeof(int), rank));
+#else
+  int value;
+  asm volatile("{.reg .b32 there; mapa.shared::cluster.u32 there, %1, %2;\n"
+               "ld.shared::cluster.s32 %0, [there];}"
+               : "=r"(value)
+               : "r"(static_cast<unsigned>(__cvta_generic_to_shared(address))), "r"(rank)
+               : "memory");
+  return value;
+#endif
+}
+
+}  // namespace moesaic
