@@ -63,15 +63,17 @@ class DispatchShape:
 class OneLaunchShape:
     """How a dispatch in one launch is spread over clusters of blocks.
 
-    Blocks wait for each other within a cluster only (all of a grid may not run at once, and a counter in memory that
-    they could wait at would have to be zero before), so each cluster counts all picks. 131072 of them are 16384 a block:
-    64 KiB of 32-bit ids from the L2 cache, about 2200 clocks where 128 multiprocessors read at once, about as long as it
-    takes to count them, 16 a thread, at 4 clocks for 32 in shared memory. A block gives slots to 1024 of them, as in
-    three launches: 2048 stores that go anywhere, one a clock. Waits for memory, barriers and the tables between add some
-    2000 clocks, and all is over after 6000 or so, in 3.5 us. One cluster alone would count as fast, but write for 18 us.
+    Blocks wait for each other within a cluster only: all of a grid may not run at once, and what lies in memory is not
+    zero, as a counter that they could wait at would have to be. So each cluster counts all picks, and none waits for
+    another. Of 131072 picks a block counts 16384: 64 KiB of 32-bit ids from the L2 cache, about 2200 clocks where 128
+    multiprocessors read at once, in which it also adds them up, 32 at a time in about 4 clocks. It gives slots to 1024
+    of them, as a block of three launches does: 2048 stores that go anywhere, one a clock. Latencies of memory, barriers,
+    and the tables between add some 2000 clocks: 6000 or so in all, 3.5 us. One cluster alone would count as fast, but
+    store for 18 us, or have to put the picks in order first.
 
-    More clusters than 16 count the same again, and write no faster than they count; with fewer picks there are fewer,
-    512 picks a block. Counting grows with T: for a million picks it takes 11 us, which their layer does not notice.
+    16 clusters are 128 blocks, about as many as multiprocessors; more would count the same once more, and none stores
+    longer than it counts. Fewer picks have fewer clusters, 512 picks a block. Counting grows with T: for a million picks
+    it takes some 15 us, of the 70 ms of their layer.
 
     Attributes:
         threads: of a block; few picks end sooner in fewer warps.

@@ -16,7 +16,8 @@ def merge_dispatches(function: Function, target: str) -> None:
     """
     body = function.body
     kernels = [op for op in body.ops if isinstance(op, Kernel)]
-    writers = {value: op for op in kernels for value in op.written if op.template in ("dispatch_count", "dispatch_scan")}
+    steps = [op for op in kernels if op.template in ("dispatch_count", "dispatch_scan")]
+    writers = {value: op for op in steps for value in op.written}
     for scatter in kernels:
         if scatter.template != "dispatch_scatter" or not in_one_launch(target, int(scatter.known["experts"])):
             continue

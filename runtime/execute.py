@@ -749,9 +749,7 @@ class _EmulatedKernel(Loaded):
         shared, order = self._kernel.shared_bytes, self._runner.order
         cluster = self._kernel.cluster if self._kernel.emulates_cluster else 1
         given = [v if isinstance(v, int) else struct.pack("=Q7q64x", *v[:8]) for v in values]  # as tensor_map.cuh says
-        self._emulated.launch(
-            grid, threads, given, shared_bytes=shared, cluster=cluster, buffers=buffers, order=order
-        )
+        self._emulated.launch(grid, threads, given, shared_bytes=shared, cluster=cluster, buffers=buffers, order=order)
 
 
 RUNNERS: dict[str, Runner] = {"cuda": CudaRunner(), "emulate": EmulatedRunner()}

@@ -275,6 +275,7 @@ def test_slots_grids_and_every_kind_of_argument(native: Any) -> None:
         GeneratedKernel("made_chunks", "", tuple(every), 64, 5, "chunks"),
         GeneratedKernel("made_fixed", "", tuple(every), 96, 0, "fixed", 5, 3),
         GeneratedKernel("made_sequences", "", tuple(every), 96, 2, "persistent", by_sequence=True),
+        GeneratedKernel("made_clusters", "", tuple(every), 64, 3, "clusters", blocks=16, cluster=4),
     ]
     plan = LaunchPlan(
         "made",
@@ -790,7 +791,7 @@ def test_types_go_when_nobody_holds_them(native: Any) -> None:
                 (0,) * 7,
                 (1, 0, -1, 0, 0, 0),
                 (),
-                ((id(logits), 0, (1, 0, 1, False, 0, 0), (("strides", 0),)),),
+                ((id(logits), 0, (1, 0, 1, False, 0, 0, 1), (("strides", 0),)),),
                 (),
                 None,
                 None,

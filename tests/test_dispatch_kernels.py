@@ -8,24 +8,27 @@ from __future__ import annotations
 import functools
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from waiting import waits_first
 
+import moesaic as mo
 from moesaic.codegen import combine, dispatch, generate, nvrtc, to_picks
 from moesaic.codegen.kernel import GeneratedKernel
 from moesaic.codegen.target import Target
+from moesaic.ir.builder import Builder
 from moesaic.ir.core import Block, BlockArgument, Value, Yield, create_one
 from moesaic.ir.errors import EmulationError, UnsupportedError
 from moesaic.ir.ops.launch import Kernel
 from moesaic.ir.ops.slot import Combine, Dispatch, ToPicks
-from moesaic.ir.types import TensorType
-from moesaic.passes.dispatch_shape import DispatchShape
-from moesaic.runtime import execute
-from moesaic.runtime.emulator import FORWARD, REVERSE
+from moesaic.ir.types import DType, TensorType, tensor
+from moesaic.passes import merge_dispatch
+from moesaic.passes.dispatch_shape import DispatchShape, OneLaunchShape, in_one_launch
+from moesaic.runtime import driver, execute
+from moesaic.runtime.emulator import FORWARD, REVERSE, build
 from moesaic.runtime.kernels import NVRTC_OPTIONS
 from moesaic.runtime.reference import TorchArrays
 
@@ -107,6 +110,36 @@ def steps(
     return dispatch.generate_count(count), dispatch.generate_scan(scan), dispatch.generate_scatter(scatter)
 
 
+@functools.cache
+def at_once(
+    experts: int,
+    top_k: int,
+    ids: str = "i32",
+    align: int = 1,
+    capacity: float = 0.0,
+    pad: bool = False,
+    rule: str = "many",
+    target: str = "sm_90a",
+    **chosen: int,
+) -> GeneratedKernel:
+    """The kernel of one launch, as the rule for few or many tokens says but for what is chosen."""
+    shape = OneLaunchShape.of(experts, top_k, rule)
+    facts = (f"experts={experts}", f"align={align}", f"capacity={capacity!r}", f"pad={int(pad)}")
+    names = ("threads", "cluster", "clusters", "share", "tokens", "loads")
+    config = (*(f"{name}={chosen.get(name, getattr(shape, name))}" for name in names), f"target={target}")
+    vector = f"{experts}xi32"
+    written = f"counts:{vector} offsets:{experts + 1}xi32 tokens:Mxi32 picks:Mxi32 slots:Tx{top_k}xi32 dropped:1xi32"
+    return dispatch.generate_at_once(launch_op("dispatch", 1, f"indices:Tx{top_k}x{ids} {written}", config, facts))
+
+
+def of_one_launch(options: Mapping[str, object]) -> dict[str, object]:
+    """Options of `steps` for `at_once`: as few tokens a block, of several small clusters."""
+    known = {k: v for k, v in options.items() if k in ("align", "capacity", "pad", "threads", "target")}
+    if "tokens" in options:
+        known |= {"share": options["tokens"], "tokens": options["tokens"], "cluster": 4, "clusters": 3, "loads": 2}
+    return known
+
+
 def the_op(ids: torch.Tensor, experts: int, align: int = 1, capacity: float = 0.0, pad: bool = False) -> Dispatch:
     [indices] = operands(f"indices:Tx{ids.shape[1]}x{IDS[ids.dtype]}")
     op = Dispatch([indices], {"experts": experts, "align": align, "capacity": capacity, "pad": pad})
@@ -114,20 +147,27 @@ def the_op(ids: torch.Tensor, experts: int, align: int = 1, capacity: float = 0.
     return op
 
 
+STEPS, ONE_LAUNCH = "steps", "one launch"
+
+
 def dispatched(
-    ids: torch.Tensor, experts: int, order: int = FORWARD, slack: int = 0, **options: object
+    ids: torch.Tensor, experts: int, order: int = FORWARD, slack: int = 0, form: str = STEPS, **options: object
 ) -> dict[str, torch.Tensor]:
-    """What the three kernels make of the picks. `slack` asks for more rows of slots than are needed."""
+    """What a form's kernels make of the picks. `slack` asks for more rows of slots than are needed."""
     tokens, top_k = ids.shape
-    kernels = steps(experts, top_k, IDS[ids.dtype], **options)  # type: ignore[arg-type]
     known = {k: v for k, v in options.items() if k in ("align", "capacity", "pad")}
     op = the_op(ids, experts, **known)  # type: ignore[arg-type]
     slots = op.slots_per_token * tokens + op.more_slots + slack
+    shapes = ((experts,), (experts + 1,), (slots,), (slots,), (tokens, top_k), (1,))
+    results = [poisoned(shape, torch.int32) for shape in shapes]
+    if form == ONE_LAUNCH:
+        kernel = at_once(experts, top_k, IDS[ids.dtype], **of_one_launch(options))  # type: ignore[arg-type]
+        launch(kernel, 1, [ids, *results], tokens, order)
+        return dict(zip(RESULTS, results, strict=True))
+    kernels = steps(experts, top_k, IDS[ids.dtype], **options)  # type: ignore[arg-type]
     blocks = execute._Blocks.of(kernels[0], 3)(tokens, 0)
     table, bases = (poisoned((blocks, experts), torch.int32) for _ in range(2))
     found = poisoned((experts,), torch.int32)
-    shapes = ((experts,), (experts + 1,), (slots,), (slots,), (tokens, top_k), (1,))
-    results = [poisoned(shape, torch.int32) for shape in shapes]
     launch(kernels[0], 1, [ids, table], tokens, order)
     launch(kernels[1], 1, [table, bases, found], tokens, order)
     launch(kernels[2], 3, [ids, bases, found, *results], tokens, order)
@@ -135,15 +175,22 @@ def dispatched(
 
 
 def check(
-    ids: torch.Tensor, experts: int, orders: Sequence[int] = ORDERS, **options: object
+    ids: torch.Tensor,
+    experts: int,
+    orders: Sequence[int] = ORDERS,
+    forms: Sequence[str] = (STEPS, ONE_LAUNCH),
+    **options: object,
 ) -> dict[str, torch.Tensor]:
     """Compares every result, bit for bit, with the op's reference; gives them."""
     known = {k: v for k, v in options.items() if k in ("align", "capacity", "pad")}
     expected = the_op(ids, experts, **known).reference(TorchArrays, ids)  # type: ignore[arg-type]
-    for order in orders:
-        results = dispatched(ids, experts, order, **options)  # type: ignore[arg-type]
-        for name, right in zip(RESULTS, expected, strict=True):
-            assert torch.equal(results[name], right), (name, order)
+    for form in forms:
+        if form == ONE_LAUNCH and not in_one_launch("sm_90a", experts):
+            continue
+        for order in orders:
+            results = dispatched(ids, experts, order, form=form, **options)  # type: ignore[arg-type]
+            for name, right in zip(RESULTS, expected, strict=True):
+                assert torch.equal(results[name], right), (form, name, order)
     return results
 
 
@@ -277,9 +324,72 @@ def test_the_shape_bounds_what_a_block_keeps() -> None:
     assert steps(128, 8)[0].grid == steps(128, 8)[2].grid == "chunks"
 
 
+@pytest.mark.emulate
+@pytest.mark.parametrize("rule", ["few", "many"])
+def test_one_launch_by_the_built_in_rule(rule: str) -> None:
+    """Up to several clusters, and no more than there are to be; more picks than a block ranks at a time."""
+    for tokens in (1, 700, 1500):
+        ids = random_ids(tokens, 8, 60)
+        kernel = at_once(60, 8, align=16, rule=rule, clusters=2, tokens=64)
+        expected = the_op(ids, 60, align=16).reference(TorchArrays, ids)
+        results = [poisoned(x.shape, torch.int32) for x in expected]
+        launch(kernel, 1, [ids, *results], tokens, FORWARD if tokens == 1 else REVERSE)
+        assert all(map(torch.equal, results, expected))
+
+
+def test_the_grid_of_one_launch() -> None:
+    """Whole clusters: one at least, as many as tokens need, no more than count all picks faster than they write."""
+    kernel = at_once(128, 8)
+    blocks = execute._Blocks.of(kernel, 3)
+    assert kernel.cluster == 8 and [blocks(t, 0) for t in (0, 1, 512, 513, 4096, 10**6)] == [8, 8, 8, 16, 64, 128]
+    assert kernel.shared_bytes <= 48 * 1024  # room for a second block, and for no word with the driver
+    assert [in_one_launch(t, 128) for t in ("sm_80", "sm_89", "sm_90", "sm_90a", "sm_100a", "sm_120")] == [
+        *(False, False, True, True, True, True)
+    ]
+    assert in_one_launch("sm_90a", 2048) and not in_one_launch("sm_90a", 2049)
+    assert at_once(2048, 8, capacity=1.0, target="sm_120").shared_bytes < 99 * 1024
+    assert OneLaunchShape.of(8, 3000, "many").tokens == 1
+
+
+SHARES = """
+#include "moesaic/dispatch.cuh"
+extern "C" __global__ void shares(const short* last, long long tokens, long long stride, long long* out) {
+  const moesaic::Share<4> share(tokens);
+  const long long fields[] = {share.rank, share.run, share.run_end, share.first, share.end};
+  for (int i = 0; i < 5; ++i) out[blockIdx.x * 6 + i] = fields[i];
+  int experts[1] = {-1};  // of the last token's last pick: before it there is no memory
+  const moesaic::Picks<9, 3, short> picks(last - (tokens - 1) * stride, stride, tokens - 1, tokens);
+  picks.load_experts(2, 1, experts);
+  out[blockIdx.x * 6 + 5] = experts[0];
+}
+"""
+
+
+@pytest.mark.emulate
+@pytest.mark.parametrize("tokens", [1, 1000, 2**31 - 7, 2**33 + 5])
+def test_shares_of_any_number_of_tokens(tokens: int) -> None:
+    """They follow one another: in each run, clusters in order; together they are all tokens."""
+    blocks, stride = 12, 5
+    out = torch.full((blocks, 6), -1)
+    last = torch.tensor([1, 2, 7], dtype=torch.int16)
+    emulated = build(SHARES, "shares", nvrtc.helper_include_dirs())
+    emulated.launch((blocks, 1, 1), (1, 1, 1), [last.data_ptr(), tokens, stride, out.data_ptr()], cluster=4)
+    found = [tuple(row) for row in out.tolist()]
+    assert [f[0] for f in found] == [0, 1, 2, 3] * 3 and {f[5] for f in found} == {7}
+    in_order = [found[cluster * 4 + rank] for rank in range(4) for cluster in range(3)]
+    ends = [0, *(f[4] for f in in_order)]
+    assert [f[3] for f in in_order] == ends[:-1] and ends[-1] == tokens
+    for rank in range(4):
+        runs = {f[1:3] for f in found if f[0] == rank}
+        assert runs == {(in_order[3 * rank][3], in_order[3 * rank + 2][4])}
+    assert max(f[4] - f[3] for f in found) == -(-tokens // blocks)
+
+
 def test_what_a_block_cannot_keep_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="dispatch_scatter: 8 experts and 70000 picks a block"):
         steps(8, 70000)
+    with pytest.raises(UnsupportedError, match="dispatch: 8 experts and 70000 picks a block"):
+        at_once(8, 70000)
     with pytest.raises(UnsupportedError, match="needs 139280 bytes of shared memory a block, but sm_89 has"):
         steps(16384, 8, capacity=1.0, target="sm_89")
 
@@ -340,6 +450,35 @@ def test_barriers_of_the_kernel_are_needed(barrier: str, monkeypatch: pytest.Mon
         assert wrong(random_ids(97, 8, 70), 70, tokens=97, **SMALL)
     finally:
         steps.cache_clear()
+
+
+AT_ONCE = at_once(70, 8, align=16).source
+KERNEL_BARRIERS = [
+    line.strip() for line in AT_ONCE.splitlines() if re.match(r" +(__syncthreads|moesaic::cluster_\w+)\(\);", line)
+]
+
+
+def test_every_barrier_of_one_launch_says_what_it_is_for() -> None:
+    assert len(KERNEL_BARRIERS) == len(set(KERNEL_BARRIERS)) == 8
+    assert all("  // " in line for line in KERNEL_BARRIERS)
+
+
+@pytest.mark.emulate
+@pytest.mark.parametrize("barrier", KERNEL_BARRIERS)
+def test_barriers_of_one_launch_are_needed(barrier: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    at_once.cache_clear()
+    honest = dispatch.generate_at_once
+
+    def mutant(op: Kernel) -> GeneratedKernel:
+        kernel = honest(op)
+        line = next(line for line in kernel.source.splitlines() if line.strip() == barrier)
+        return GeneratedKernel(**{**kernel.__dict__, "source": kernel.source.replace(f"{line}\n", "")})
+
+    monkeypatch.setattr(dispatch, "generate_at_once", mutant)
+    try:
+        assert wrong(random_ids(301, 8, 70), 70, forms=(ONE_LAUNCH,), tokens=9, threads=64)
+    finally:
+        at_once.cache_clear()
 
 
 # Combine and to_picks -------------------------------------------------------------------------------------------------
@@ -706,6 +845,61 @@ def test_dispatch_compiles(target: str, record_property) -> None:
                 record_property("registers", (kernel.symbol, target, str(made.resources)))
                 assert made.resources.registers <= HALF_OF_THREADS
                 waits_first(made.ptx, made.target)
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("target", ["sm_90a", "sm_100a"])
+def test_one_launch_compiles(target: str, record_property) -> None:
+    """Whatever the rule makes of it fits the registers of its threads."""
+    for experts, ids, rule, options in (
+        (8, "i64", "few", {}),
+        (128, "i32", "many", {}),
+        (256, "i64", "few", {"align": 16, "capacity": 1.25, "pad": True}),
+        (384, "i16", "many", {"align": 128}),
+    ):
+        kernel = at_once(experts, 8, ids, rule=rule, target=target, **options)  # type: ignore[arg-type]
+        made = compiled(kernel, target)
+        record_property("registers", (experts, target, str(made.resources)))
+        assert made.resources.registers * kernel.threads <= 65536
+        waits_first(made.ptx, made.target)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", IDS)
+@pytest.mark.parametrize(("experts", "top_k"), [(8, 2), (60, 4), (128, 8), (384, 8), (2048, 10)])
+def test_one_launch_and_three_agree_on_a_gpu(
+    experts: int, top_k: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit by bit, from one token on, with every option; rows of picks lie anywhere, and memory holds what it held."""
+    if not in_one_launch(driver.device_target(torch.cuda.current_device()).name, experts):
+        pytest.skip("a dispatch takes three launches on this GPU")
+    options = ({}, {"align": 16, "capacity": 1.25}, {"align": 128}, {"capacity": 0.7, "pad": True, "align": 1})
+    for number, tokens in enumerate((0, 1, 7, 31, 64, 129, 512, 1021, 4096, 4099, 16384, 30011, 99991, 200003)):
+        wide = random_ids(tokens, top_k + 3, experts, dtype, seed=number).cuda()
+        if number % 3 == 2:
+            wide = torch.where(torch.rand(wide.shape, device="cuda") < 0.7, wide[:1, :1], wide)  # one expert has most
+        ids = wide[:, 1 : 1 + top_k]
+        known = options[number % len(options)]
+        made: dict[bool, list[tuple[torch.Tensor, ...]]] = {}
+        for merged in (True, False):
+            with monkeypatch.context() as patch:
+                patch.setattr(merge_dispatch, "in_one_launch", lambda target, experts, merged=merged: merged)
+                layer = dispatch_layer(ids, experts, merged, **known)
+                calls = [layer(ids) for _ in range(3)]
+                assert ("dispatch_scan" in layer.ir()) != merged
+            made[merged] = [tuple(call) for call in calls]
+        first = made[False][0]
+        for call in (*made[True], *made[False]):
+            for name, x, y in zip(RESULTS, call, first, strict=True):
+                assert torch.equal(x, y), (name, tokens, known)
+
+
+def dispatch_layer(ids: torch.Tensor, experts: int, merged: bool, **options: object):
+    """A layer of one dispatch, another for each form: programs keep what they have compiled."""
+    b = Builder("at_once" if merged else "in_steps")
+    given = b.input("indices", tensor(DType(IDS[ids.dtype]), "T", ids.shape[1]))
+    results = b.op("slot.dispatch", given, experts=experts, **{"align": 1, "capacity": 0.0, "pad": False, **options})
+    return mo.compile(b.build(**dict(zip(RESULTS, results, strict=True))), backend="cuda")
 
 
 @pytest.mark.nvrtc

@@ -153,6 +153,7 @@ EXAMPLES = {
         "%y = kernel.col_finish %p {partials = 1} (%a: tensor<2xf32>) {\n"
         "    %b = math.exp %a : tensor<2xf32>\n    yield %b\n  } : tensor<2xf32>"
     ),
+    "kernel.dispatch": DISPATCH.replace("slot.", "kernel."),
     "kernel.dispatch_count": COUNTED,
     "kernel.dispatch_scan": SCANNED,
     "kernel.dispatch_scatter": (

@@ -150,8 +150,8 @@ class EmulatedKernel:
             )
         if not 1 <= cluster <= MAX_CLUSTER or grid[0] % cluster:
             raise InputError(
-                f"{self.name}: clusters of {cluster} blocks in grid {tuple(grid)}; expected a divisor of its extent in x, "
-                f"at most {MAX_CLUSTER}"
+                f"{self.name}: clusters of {cluster} blocks in grid {tuple(grid)}; expected a divisor of its extent in "
+                f"x, 1 to {MAX_CLUSTER}"
             )
         order = FORWARD if order is None else order
         if order < REVERSE:

@@ -39,11 +39,13 @@ struct Picks {
   // the type they come in: one beyond 32 bits must not be cut down to an expert's.
   template <int kLoads>
   __device__ __forceinline__ void load_experts(int first, int step, int (&experts)[kLoads]) const {
+    const Index* const picks = indices + first_token * stride;
+    const long long gap = stride - kTopK;
     Index ids[kLoads];
 #pragma unroll
     for (int j = 0; j < kLoads; ++j) {
-      const int i = min(first + j * step, count - 1);
-      ids[j] = load_one(indices + (first_token + i / kTopK) * stride + i % kTopK);
+      const unsigned i = static_cast<unsigned>(min(first + j * step, count - 1));
+      ids[j] = load_one(picks + i + i / kTopK * gap);
     }
 #pragma unroll
     for (int j = 0; j < kLoads; ++j) {
