@@ -40,6 +40,7 @@ void cluster_arrive(Site site) {
     if (lane.arrived) fail_here("a second arrival at the barrier of the cluster, without a wait between", site);
     lane.arrived = true;
     lane.cluster_phase = cluster.phase;
+    lane.site = site;
     cluster.arrived += 1;
     release_cluster(cluster);
     yield_lane(false);

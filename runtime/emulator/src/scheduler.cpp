@@ -113,8 +113,8 @@ void run_lane() {
                     nullptr);
     }
     if (lane.arrived) {
-        report_lane(worker, "a thread ends that has arrived at the barrier of the cluster and not waited", nullptr, nullptr,
-                    nullptr);
+        report_lane(worker, "a thread ends that has arrived at the barrier of the cluster and not waited", &lane.site,
+                    nullptr, nullptr);
     }
     Cluster& cluster = *worker.cluster;
     lane.state = LaneState::Exited;
