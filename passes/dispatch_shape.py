@@ -63,17 +63,9 @@ class DispatchShape:
 class OneLaunchShape:
     """How a dispatch in one launch is spread over clusters of blocks.
 
-    Blocks wait for each other within a cluster only: all of a grid may not run at once, and what lies in memory is not
-    zero, as a counter that they could wait at would have to be. So each cluster counts all picks, and none waits for
-    another. Of 131072 picks a block counts 16384: 64 KiB of 32-bit ids from the L2 cache, about 2200 clocks where 128
-    multiprocessors read at once, in which it also adds them up, 32 at a time in about 4 clocks. It gives slots to 1024
-    of them, as a block of three launches does: 2048 stores that go anywhere, one a clock. Latencies of memory, barriers,
-    and the tables between add some 2000 clocks: 6000 or so in all, 3.5 us. One cluster alone would count as fast, but
-    store for 18 us, or have to put the picks in order first.
-
-    16 clusters are 128 blocks, about as many as multiprocessors; more would count the same once more, and none stores
-    longer than it counts. Fewer picks have fewer clusters, 512 picks a block. Counting grows with T: for a million picks
-    it takes some 15 us, of the 70 ms of their layer.
+    Each cluster counts all picks, and gives slots to its own part of them; ``docs/experts.md`` has the reasons and the
+    clocks. 16 clusters are 128 blocks, about as many as multiprocessors: more would count everything once more, while
+    no block stores for longer than it counts. Fewer picks have fewer clusters, 512 picks a block.
 
     Attributes:
         threads: of a block; few picks end sooner in fewer warps.
@@ -106,8 +98,8 @@ class OneLaunchShape:
 def in_one_launch(target: str, experts: int) -> bool:
     """Whether a dispatch is one launch: where there are clusters, unless its tables are long.
 
-    Blocks of a cluster read each other's 4 E bytes, and each of them all; with more than 2048 experts these 64 KiB take
-    longer than two launches.
+    Each block reads 4 E bytes of every block of its cluster; beyond 2048 experts, these 64 KiB take as long as two more
+    launches.
     """
     capability = int(target.removeprefix("sm_").rstrip("a"))
     return capability >= 90 and experts <= _CLUSTER_EXPERTS

@@ -11,8 +11,7 @@ space, and works on every target. Nothing here changes what a row's results are,
 - Sums over tokens (losses, gradients of biases) are no row's result: they follow the number of blocks, as they do
   between two GPUs.
 
-The steps of a dispatch have one choice together, and the kernels that finish sums are too short to matter: both are
-left to the rule.
+A dispatch has one choice, and the kernels that finish sums are too short to matter: both are left to the rule.
 """
 
 from __future__ import annotations

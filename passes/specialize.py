@@ -1,4 +1,7 @@
-"""``specialize``: a configuration for each kernel, by a built-in rule; and how many launches a dispatch takes.
+"""``specialize``: a configuration for each kernel, by a built-in rule.
+
+Functions are planned for any target. Where the target has clusters of blocks, the three launches of a dispatch become
+one here (``merge_dispatch.py``).
 
 Nothing here changes the arithmetic of a row: sums have one order whatever the lanes (see ``row.cuh``), and every way of
 selecting gives the same picks. What it decides is how the work is spread.

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from test_emulator import ORDERS, compile_kernel, failure, orders_that_differ, run
 
-from moesaic.ir.errors import InputError
+from moesaic.ir.errors import EmulationError, InputError
 from moesaic.runtime.emulator import EmulatedKernel
 
 pytestmark = pytest.mark.emulate
@@ -105,7 +105,7 @@ def results_or_reports(kernel: EmulatedKernel) -> list[np.ndarray | str]:
         out = np.zeros(768, np.int32)
         try:
             found.append(run(kernel, out, grid=12, block=64, cluster=4, order=order))
-        except Exception as error:
+        except EmulationError as error:
             found.append(str(error))
     return found
 

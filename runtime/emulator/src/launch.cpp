@@ -4,6 +4,7 @@
 #include <signal.h>
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <chrono>
 #include <condition_variable>
 #include <cstdio>
@@ -19,6 +20,8 @@ namespace moesaic_emulate {
 namespace {
 
 constexpr std::size_t kSignalStackBytes = 64 * 1024;
+// Of all clusters at once: the guard page of each stack splits a mapping, of which a process has 65530.
+constexpr std::uint64_t kMostClusterLanes = 16 * 1024;
 
 // The loaded library that holds `address`: its code and data, and this OS thread's copy of its thread-local block.
 struct Library {
@@ -181,6 +184,10 @@ int launch(const LaunchRequest& request, const KernelBinding& kernel) {
 
     std::uint64_t thread_count = request.workers < 1 ? 1 : request.workers;
     if (thread_count > grid.cluster_count) thread_count = grid.cluster_count;
+    if (size > 1) {
+        const std::uint64_t lanes = std::uint64_t{size} * request.block.x * request.block.y * request.block.z;
+        thread_count = std::min(thread_count, std::max<std::uint64_t>(1, kMostClusterLanes / lanes));
+    }
     std::vector<std::unique_ptr<Cluster>> clusters;
     bool enough_memory = true;
     for (std::uint64_t i = 0; i < thread_count; ++i) {

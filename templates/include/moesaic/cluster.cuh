@@ -7,12 +7,21 @@
 namespace moesaic {
 
 // The two halves of a barrier of all threads of a cluster. What a thread did before its arrival is seen by every thread
-// after its wait. A block's shared memory ends with it: one that others read from waits for their arrival after that.
+// after its wait.
 __device__ __forceinline__ void cluster_arrive() {
 #ifdef MOESAIC_EMULATE
   moesaic_emulate_cluster_arrive();
 #else
   asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+#endif
+}
+// The arrival of a thread that has only read what other blocks have, and used it. Their shared memory ends with them, so
+// they wait for that; nothing that it wrote has to be seen, for which the other arrival waits hundreds of clocks.
+__device__ __forceinline__ void cluster_arrive_after_reading() {
+#ifdef MOESAIC_EMULATE
+  moesaic_emulate_cluster_arrive();
+#else
+  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
 #endif
 }
 __device__ __forceinline__ void cluster_wait() {
@@ -23,7 +32,7 @@ __device__ __forceinline__ void cluster_wait() {
 #endif
 }
 
-// Both, with the meaning of __syncthreads.
+// Arrival and wait, with the meaning of __syncthreads.
 __device__ __forceinline__ void sync_cluster() {
   cluster_arrive();
   cluster_wait();
