@@ -69,6 +69,7 @@ _CHOICES = {
     "prefetch": ("", "on", "off"),
     "tokens": ("few", "many"),
     "tile": ("", "simt", "mma", "cooperative", "pingpong", "swapped"),
+    "dispatch": ("", "steps"),
 }
 
 
@@ -86,6 +87,7 @@ class Specialize(Pass):
         resident: override how many blocks a multiprocessor should hold at least, which bounds registers (0: rule).
         tile: override what tiles of products are computed by, where it is possible: simt, mma, or,
             on Hopper, wgmma by its schedule, cooperative or pingpong, or with its operands swapped (empty: the rule).
+        dispatch: override whether a dispatch may be one launch: steps, which takes three (empty: the rule).
         allow_tf32: whether products of float32 operands may round them to tf32.
         tokens: few or many: few tokens fill a GPU only if many lanes share one.
         alignment: bytes each input of the first function is known to be aligned to (its address and its row stride);
@@ -106,6 +108,7 @@ class Specialize(Pass):
     prefetch: str = ""
     resident: int = 0
     tile: str = ""
+    dispatch: str = ""
     allow_tf32: bool = False
     tokens: str = "many"
     alignment: tuple[int, ...] = ()
@@ -125,7 +128,8 @@ class Specialize(Pass):
             raise UsageError(f"specialize: threads must be a multiple of 32, at most 1024, found {self.threads}")
         points = dict(map(parse_point, self.points))
         for function in module.functions:
-            merge_dispatches(function, self.target)
+            if self.dispatch != "steps":
+                merge_dispatches(function, self.target)
             given = self.alignment if function is module.entry else ()
             aligned: dict[Value, int] = dict(zip(function.arguments, given, strict=False))
             for op in function.body.ops:

@@ -25,7 +25,6 @@ from moesaic.ir.errors import EmulationError, UnsupportedError
 from moesaic.ir.ops.launch import Kernel
 from moesaic.ir.ops.slot import Combine, Dispatch, ToPicks
 from moesaic.ir.types import DType, TensorType, tensor
-from moesaic.passes import merge_dispatch
 from moesaic.passes.dispatch_shape import DispatchShape, OneLaunchShape, in_one_launch
 from moesaic.runtime import driver, execute
 from moesaic.runtime.emulator import FORWARD, REVERSE, build
@@ -869,9 +868,7 @@ def test_one_launch_compiles(target: str, record_property) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", IDS)
 @pytest.mark.parametrize(("experts", "top_k"), [(8, 2), (60, 4), (128, 8), (384, 8), (2048, 10)])
-def test_one_launch_and_three_agree_on_a_gpu(
-    experts: int, top_k: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_launch_and_three_agree_on_a_gpu(experts: int, top_k: int, dtype: torch.dtype) -> None:
     """Bit by bit, from one token on, with every option; rows of picks lie anywhere, and memory holds what it held."""
     if not in_one_launch(driver.device_target(torch.cuda.current_device()).name, experts):
         pytest.skip("a dispatch takes three launches on this GPU")
@@ -884,12 +881,9 @@ def test_one_launch_and_three_agree_on_a_gpu(
         known = options[number % len(options)]
         made: dict[bool, list[tuple[torch.Tensor, ...]]] = {}
         for merged in (True, False):
-            with monkeypatch.context() as patch:
-                patch.setattr(merge_dispatch, "in_one_launch", lambda target, experts, merged=merged: merged)
-                layer = dispatch_layer(ids, experts, merged, **known)
-                calls = [layer(ids) for _ in range(3)]
-                assert ("dispatch_scan" in layer.ir()) != merged
-            made[merged] = [tuple(call) for call in calls]
+            layer = dispatch_layer(ids, experts, merged, **known)
+            made[merged] = [tuple(layer(ids)) for _ in range(3)]
+            assert ("dispatch_scan" in layer.ir()) != merged
         first = made[False][0]
         for call in (*made[True], *made[False]):
             for name, x, y in zip(RESULTS, call, first, strict=True):
@@ -897,11 +891,12 @@ def test_one_launch_and_three_agree_on_a_gpu(
 
 
 def dispatch_layer(ids: torch.Tensor, experts: int, merged: bool, **options: object):
-    """A layer of one dispatch, another for each form: programs keep what they have compiled."""
-    b = Builder("at_once" if merged else "in_steps")
+    """A layer of one dispatch."""
+    b = Builder("dispatch")
     given = b.input("indices", tensor(DType(IDS[ids.dtype]), "T", ids.shape[1]))
     results = b.op("slot.dispatch", given, experts=experts, **{"align": 1, "capacity": 0.0, "pad": False, **options})
-    return mo.compile(b.build(**dict(zip(RESULTS, results, strict=True))), backend="cuda")
+    passes = "" if merged else "specialize{dispatch=steps}"
+    return mo.compile(b.build(**dict(zip(RESULTS, results, strict=True))), backend="cuda", passes=passes)
 
 
 @pytest.mark.nvrtc

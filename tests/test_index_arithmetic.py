@@ -22,7 +22,6 @@ from moesaic.codegen import nvrtc
 from moesaic.codegen.kernel import GeneratedKernel
 from moesaic.ir.errors import InputError
 from moesaic.ir.types import DType, TensorType
-from moesaic.passes import merge_dispatch
 from moesaic.runtime import execute
 from moesaic.runtime.emulator import Buffer, build
 from moesaic.runtime.plan import Step
@@ -31,9 +30,14 @@ from moesaic.runtime.reference import TORCH_DTYPES
 
 # Their backward has every kernel there is: products, gradients of weights, sums over picks, and rows of slots alone.
 EXPERTS = {
-    "f32": (KINDS["bias"], torch.float32, DType.F32, ""),
+    "f32": (KINDS["bias"], torch.float32, DType.F32, "specialize{dispatch=steps}"),
     # As wide as such tiles are: the copy engine finds rows by their numbers.
-    "wgmma": (mo.Experts(5, 128, 128, bias=True), torch.bfloat16, DType.BF16, "specialize{tile=cooperative}"),
+    "wgmma": (
+        mo.Experts(5, 128, 128, bias=True),
+        torch.bfloat16,
+        DType.BF16,
+        "specialize{tile=cooperative dispatch=steps}",
+    ),
 }
 
 IDS = ids([1, 4, 1], [4, 2, 2], [2, 1, 4], [1, 1, 2], [4, 4, 2])
@@ -148,10 +152,9 @@ def far_place(executables: Sequence[Executable]) -> Place:
 
 @pytest.mark.emulate
 @pytest.mark.parametrize("kind", EXPERTS)
-def test_tokens_and_slots_beyond_32_bits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_and_slots_beyond_32_bits(kind: str) -> None:
     """Forward and backward, against the first tokens of few, and these against float64. A dispatch in one launch would
     look at all tokens: here it takes three, and has a test of its own."""
-    monkeypatch.setattr(merge_dispatch, "in_one_launch", lambda target, experts: False)
     experts, dtype, name, passes = EXPERTS[kind]
     program = program_of(experts.module(name, TOP_K, DType.I32, DType.F32), passes)
     training, backward = (program.executable(function, "sm_90a", ()) for function in ("training", "backward"))
