@@ -441,6 +441,11 @@ def test_losses_of_ranks_add_up() -> None:
 # torch.compile --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "device",
+    [pytest.param("emulate", marks=pytest.mark.emulate), pytest.param("cuda", marks=pytest.mark.gpu)],
+    indirect=True,
+)
 def test_one_graph_holds_all_three(device: str) -> None:
     torch._dynamo.reset()  # a graph of another backend would fit, too: what the environment names is no guard
     case = CASES["softmax_post"]

@@ -36,7 +36,9 @@ from moesaic.runtime.kernels import NVRTC_OPTIONS
 # SimtTile -------------------------------------------------------------------------------------------------------------
 
 SIMT_SHAPES = ((32, 64, 16, 2, 64), (64, 128, 16, 2, 256), (16, 64, 8, 2, 32))
-SIMT = [case for dtype in TYPES for case in drawn_cases("SimtTile", dtype, SIMT_SHAPES)]
+SIMT = [
+    case for dtype in TYPES for case in drawn_cases("SimtTile", dtype, SIMT_SHAPES)[:: 1 if dtype == "float" else 2]
+]
 
 
 @everywhere
@@ -207,7 +209,7 @@ def test_default_simt_tiles_stay_in_registers(dtype: str, layout: int) -> None:
 
 
 # Those of the rule that differ most; the kernels themselves are compiled in test_experts.py.
-COMPILED_WGMMA = ("gathered", "transposed", "sums", "wgrad_tall", "gathered_pingpong", "unaligned")
+COMPILED_WGMMA = ("sums", "wgrad_tall", "gathered_pingpong", "unaligned")
 
 
 @pytest.mark.nvrtc
@@ -237,7 +239,7 @@ def test_default_wgmma_tiles_stay_in_registers(name: str) -> None:
 
 
 @pytest.mark.nvrtc
-@pytest.mark.parametrize("case", DEFAULT_MMA, ids=str)
+@pytest.mark.parametrize("case", [*DEFAULT_MMA][::2], ids=str)
 def test_default_mma_tiles_stay_in_registers(case: Case) -> None:
     for target in ("sm_80", "sm_90a") if case == next(iter(DEFAULT_MMA)) else ("sm_90a",):
         compiled = compiled_for(case, target, DEFAULT_MMA[case])

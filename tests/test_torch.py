@@ -104,7 +104,7 @@ def test_fakes_describe_what_runs(name: str, backend: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "backend"), [*((name, "reference") for name in ROUTERS), *sweep(((name,) for name in ROUTERS), 1, of=3)]
+    ("name", "backend"), [("grouped", "reference"), *sweep(((name,) for name in ROUTERS), 1, of=3)]
 )
 def test_one_graph_for_any_number_of_tokens(name: str, backend: str) -> None:
     router, device = ROUTERS[name], device_of(backend)
