@@ -462,21 +462,17 @@ class _Emitter:
 
     def _partial_sums(self, name: str, pointer: str, first: str) -> list[str]:
         """Adds up a row's sums over the threads that share it, and stores them."""
-        parts = -(-self.columns // SUM_COLUMNS)
-        if self._sum_parts == 1:
-            return [
-                f"tile.sum_rows({name}, shared, [&](int row, float total) {{",
-                f"  const long long place = ({first} + row) * {parts}LL + first_column / kTileColumns;",
-                f"  if (row < rows) moesaic::store_one({pointer} + place, total);",
+        every = -(-self.columns // SUM_COLUMNS)  # partial sums of a row
+        lines = []
+        for number in range(self._sum_parts):
+            own, part, there = name, "first_column / kTileColumns", ""
+            if self._sum_parts > 1:
+                own, part = f"{name}[{number}]", f"first_column / {SUM_COLUMNS} + {number}"
+                there = f" && {part} < {every}" if number else ""
+            lines += [
+                f"tile.sum_rows({own}, shared, [&](int row, float total) {{",
+                f"  const long long place = ({first} + row) * {every}LL + {part};",
+                f"  if (row < rows{there}) moesaic::store_one({pointer} + place, total);",
                 "});",
             ]
-        return [
-            "#pragma unroll",
-            f"for (int p = 0; p < {self._sum_parts}; ++p) {{",
-            f"  const int part = first_column / {SUM_COLUMNS} + p;",
-            f"  tile.sum_rows({name}[p], shared, [&](int row, float total) {{",
-            f"    const long long place = ({first} + row) * {parts}LL + part;",
-            f"    if (row < rows && part < {parts}) moesaic::store_one({pointer} + place, total);",
-            "  });",
-            "}",
-        ]
+        return lines

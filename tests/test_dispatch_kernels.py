@@ -1,7 +1,4 @@
-"""The kernels of a dispatch, of combine and of to_picks: on the emulator against the ops they carry out, and NVRTC.
-
-Launches are built by hand. Results start as 0x5A in every byte: an unwritten -1 has to show, and 0xFF would hide it.
-"""
+"""The kernels of a dispatch: on the emulator against the op they carry out, and NVRTC."""
 
 from __future__ import annotations
 
@@ -13,72 +10,40 @@ from pathlib import Path
 
 import pytest
 import torch
+from slot_kernels import (
+    HALF_OF_THREADS,
+    IDS,
+    ORDERS,
+    RESULTS,
+    compiled,
+    launch,
+    launch_op,
+    plain_combine,
+    poisoned,
+    random_ids,
+    region_op,
+    run,
+    the_op,
+)
 from waiting import waits_first
 
 import moesaic as mo
-from moesaic.codegen import combine, dispatch, generate, nvrtc, to_picks
+from moesaic.codegen import dispatch, nvrtc
 from moesaic.codegen.kernel import GeneratedKernel
-from moesaic.codegen.target import Target
 from moesaic.ir.builder import Builder
-from moesaic.ir.core import Block, BlockArgument, Value, Yield, create_one
+from moesaic.ir.core import Block, Value, create_one
 from moesaic.ir.errors import EmulationError, UnsupportedError
 from moesaic.ir.ops.launch import Kernel
-from moesaic.ir.ops.slot import Combine, Dispatch, ToPicks
-from moesaic.ir.types import DType, TensorType, tensor
+from moesaic.ir.types import DType, tensor
 from moesaic.passes.dispatch_shape import DispatchShape, OneLaunchShape, in_one_launch
 from moesaic.runtime import driver, execute
 from moesaic.runtime.emulator import FORWARD, REVERSE, build
-from moesaic.runtime.kernels import NVRTC_OPTIONS
 from moesaic.runtime.reference import TorchArrays
 
-ORDERS = (FORWARD, REVERSE, 1, 2)
 HEADER = "dispatch.cuh"
-POISON = 0x5A
-
-
-def operands(types: str) -> list[BlockArgument]:
-    """Buffers from text such as ``indices:Tx8xi32 table:Bx128xi32``."""
-    block = Block()
-    named = (item.split(":") for item in types.split())
-    return [block.add_argument(TensorType.parse(f"tensor<{type}>"), name) for name, type in named]
-
-
-def launch_op(template: str, reads: int, types: str, config: Sequence[str], facts: Sequence[str] = (), region=None):
-    if region is None:
-        region = Block()
-        region.append(Yield([]))
-    attributes = {
-        "symbol": template,
-        "template": template,
-        "reads": reads,
-        "facts": tuple(facts),
-        "config": ("target=sm_90a", *config) if not any(c.startswith("target=") for c in config) else tuple(config),
-    }
-    op = Kernel(operands(types), attributes, region=region)
-    op.verify()
-    return op
-
-
-def poisoned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    tensor = torch.empty(tuple(shape), dtype=dtype)
-    tensor.view(-1).view(torch.uint8).fill_(POISON)
-    return tensor
-
-
-def launch(kernel: GeneratedKernel, reads: int, tensors: Sequence[torch.Tensor], tokens: int, order: int) -> None:
-    """One launch on the emulator, with the grid and the arguments that the runtime would give it."""
-    runner = execute.EmulatedRunner()
-    runner.order = order
-    blocks = execute._Blocks.of(kernel, 3)(tokens, 0)
-    if blocks:
-        values = [execute.ARGUMENTS[a.kind](tensors, a.operand, tokens) for a in kernel.arguments]
-        runner.load(kernel, torch.device("cpu")).launch((blocks, 1, 1), 0, values, tensors, frozenset(range(reads)))
 
 
 # Dispatch -------------------------------------------------------------------------------------------------------------
-
-RESULTS = ("counts", "offsets", "tokens", "picks", "slots", "dropped")
-IDS = {torch.int16: "i16", torch.int32: "i32", torch.int64: "i64"}
 
 
 @functools.cache
@@ -139,13 +104,6 @@ def of_one_launch(options: Mapping[str, object]) -> dict[str, object]:
     return known
 
 
-def the_op(ids: torch.Tensor, experts: int, align: int = 1, capacity: float = 0.0, pad: bool = False) -> Dispatch:
-    [indices] = operands(f"indices:Tx{ids.shape[1]}x{IDS[ids.dtype]}")
-    op = Dispatch([indices], {"experts": experts, "align": align, "capacity": capacity, "pad": pad})
-    op.verify()
-    return op
-
-
 STEPS, ONE_LAUNCH = FORMS = ("steps", "one launch")
 
 
@@ -191,21 +149,6 @@ def check(
             for name, right in zip(RESULTS, expected, strict=True):
                 assert torch.equal(results[name], right), (form, name, order)
     return results
-
-
-def random_ids(
-    tokens: int, top_k: int, experts: int, dtype: torch.dtype = torch.int32, outside: bool = True, seed: int = 0
-) -> torch.Tensor:
-    """Picks with repeats in a row; with `outside`, some that are not here, by numbers of every kind."""
-    generator = torch.Generator().manual_seed(seed + 31 * tokens + experts)
-    ids = torch.randint(0, experts, (tokens, top_k), generator=generator)
-    if outside:
-        limit = torch.iinfo(dtype)
-        pool = [-1, experts, limit.min, limit.max, -experts - 1]
-        pool += [2**32, 2**32 + 1, -(2**32)] if dtype is torch.int64 else []
-        strange = torch.tensor(pool)[torch.randint(0, len(pool), (tokens, top_k), generator=generator)]
-        ids = torch.where(torch.rand((tokens, top_k), generator=generator) < 0.2, strange, ids)
-    return ids.to(dtype)
 
 
 # Small blocks, so that few picks are many blocks.
@@ -482,253 +425,6 @@ def test_barriers_of_one_launch_are_needed(barrier: str, monkeypatch: pytest.Mon
         at_once.cache_clear()
 
 
-# Combine and to_picks -------------------------------------------------------------------------------------------------
-
-FLOATS = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
-
-
-def region_op(template: str, reads: str, build, config: Sequence[str] = ()) -> Kernel:
-    """A launch of a region. `reads` are the buffers, ``name:type`` or ``name:type:type in the region``; `build` makes
-    the yielded values from the region's arguments."""
-    region = Block()
-    buffers = []
-    for item in reads.split():
-        name, type, *inside = item.split(":")
-        buffers.append(f"{name}:{type}")
-        region.add_argument(TensorType.parse(f"tensor<{(inside or [type])[0]}>"), name)
-    yielded = build(region, *region.arguments)
-    region.append(Yield(list(yielded)))
-    written = [f"out{i}:{str(v.type).removeprefix('tensor<').removesuffix('>')}" for i, v in enumerate(yielded)]
-    config = ("threads=64", *config) if not any(c.startswith("threads") for c in config) else config
-    return launch_op(template, len(buffers), " ".join([*buffers, *written]), config, region=region)
-
-
-def run(op: Kernel, inputs: Sequence[torch.Tensor], order: int) -> list[torch.Tensor]:
-    """The results of a launch; rows of M are never written by these kernels."""
-    kernel = generate.generate_kernels(_Function(op))[0]  # type: ignore[arg-type]
-    tokens = next(
-        x.shape[0] for x, v in zip(inputs, op.operands, strict=False) if v.type.leading == "T" and v.type.rank == 2
-    )
-    results = []
-    for value in op.written:
-        shape = [d if isinstance(d, int) else tokens for d in value.type.shape]
-        results.append(poisoned(shape, FLOATS[value.type.dtype.value]))
-    launch(kernel, op.reads, [*inputs, *results], tokens, order)
-    return results
-
-
-class _Function:
-    """As much of a function as `generate_kernels` reads."""
-
-    def __init__(self, op: Kernel) -> None:
-        self.body = Block()
-        self.body.append(op)
-
-
-def routed(tokens: int, top_k: int, experts: int, seed: int = 0, **options: object) -> dict[str, torch.Tensor]:
-    """The results of a dispatch, by its reference; some picks are not here."""
-    ids = random_ids(tokens, top_k, experts, seed=seed)
-    op = the_op(ids, experts, **options)  # type: ignore[arg-type]
-    return dict(zip(RESULTS, op.reference(TorchArrays, ids), strict=True))
-
-
-def rows_of_slots(found: dict[str, torch.Tensor], columns: int, dtype: torch.dtype) -> torch.Tensor:
-    """Random rows in use; dead ones are NaN."""
-    generator = torch.Generator().manual_seed(columns)
-    x = torch.randn((len(found["tokens"]), columns), generator=generator).to(dtype)
-    return torch.where((found["tokens"] < 0)[:, None], torch.nan, x)
-
-
-def in_order(x: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-    """The sum over picks, rounded after each."""
-    y = torch.zeros((slots.shape[0], x.shape[1]))
-    for k in range(slots.shape[1]):
-        here = (slots[:, k] >= 0)[:, None]
-        row = x.float()[slots[:, k].clamp(min=0).long()] if x.shape[0] else y
-        if weights is not None:
-            row = row * weights[:, k, None].float()
-        y = torch.where(here, y + row, y)
-    return y
-
-
-def plain_combine(columns: int, top_k: int, dtype: str, weights: str = "", out: str = "f32", config=()) -> Kernel:
-    """A combine alone, rounded to the type of its result."""
-    reads = f"x:Mx{columns}x{dtype} slots:Tx{top_k}xi32 slot_tokens:Mxi32"
-    reads += f" weights:Tx{top_k}x{weights} slot_picks:Mxi32" if weights else ""
-
-    def build(region: Block, *arguments: Value) -> list[Value]:
-        y = create_one("slot.combine", *arguments, block=region)
-        return [y if out == "f32" else create_one("math.cast", y, dtype=out, block=region)]
-
-    return region_op("combine", reads, build, config)
-
-
-@pytest.mark.emulate
-@pytest.mark.parametrize(
-    ("tokens", "top_k", "columns", "weights", "dtype"),
-    [
-        (37, 3, 24, "f32", "bf16"),
-        (37, 3, 24, "bf16", "f32"),
-        (11, 1, 1, "bf16", "f16"),
-        (7, 8, 520, "", "bf16"),
-        (5, 16, 7, "f16", "f16"),
-        (13, 11, 40, "f32", "f32"),
-        (3, 35, 64, "bf16", "bf16"),
-        (2, 301, 12, "", "f32"),
-    ],
-)
-def test_combine(tokens: int, top_k: int, columns: int, weights: str, dtype: str) -> None:
-    """Bit for bit, with dead rows and weights of picks without a slot being NaN."""
-    found = routed(tokens, top_k, 5, align=16, capacity=0.75)
-    x = rows_of_slots(found, columns, FLOATS[dtype])
-    inputs = [x, found["slots"], found["tokens"]]
-    given = None
-    if weights:
-        given = torch.randn((tokens, top_k)).to(FLOATS[weights])
-        given = torch.where(found["slots"] < 0, torch.nan, given)
-        inputs += [given, found["picks"]]
-    expected = in_order(x, found["slots"], given)
-    for order in (FORWARD, REVERSE, 1):
-        [y] = run(plain_combine(columns, top_k, dtype, weights), inputs, order)
-        assert torch.equal(y, expected)
-        [y] = run(plain_combine(columns, top_k, dtype, weights, out="bf16"), inputs, order)
-        assert torch.equal(y, expected.bfloat16())
-    exact = Combine(op_values(inputs), {}).reference(
-        TorchArrays, *(x.double() if x.is_floating_point() else x for x in inputs)
-    )
-    torch.testing.assert_close(expected.double(), exact, atol=1e-5, rtol=1e-5)
-
-
-def op_values(tensors: Sequence[torch.Tensor]) -> list[BlockArgument]:
-    """Values of a combine for tensors like these."""
-    names = {v: k for k, v in FLOATS.items()} | IDS
-    texts = []
-    for number, x in enumerate(tensors):
-        rows = "M" if number in (0, 2, 4) else "T"
-        texts.append("x".join([f"v{number}:{rows}", *map(str, x.shape[1:]), names[x.dtype]]))
-    return operands(" ".join(texts))
-
-
-@pytest.mark.emulate
-@pytest.mark.parametrize(("columns", "offset", "align"), [(24, 0, 16), (24, 4, 8), (24, 1, 2), (20, 0, 8), (6, 2, 4)])
-def test_combine_of_rows_that_lie_anywhere(columns: int, offset: int, align: int) -> None:
-    """Vectors are as wide as the alignment allows; the emulator reports wider ones. Weights and slots are strided."""
-    found = routed(29, 2, 5)
-    wide = rows_of_slots(found, columns + 8, torch.bfloat16)
-    buffer = torch.empty(wide.numel() + 16, dtype=torch.bfloat16)
-    start = -buffer.data_ptr() % 16 // 2 + offset
-    x = buffer[start : start + wide.numel()].view(wide.shape)
-    x.copy_(wide)
-    x = x[:, :columns]
-    weights = torch.randn(29, 5)[:, 1:3]
-    slots = torch.cat([found["slots"], found["slots"] + 1], 1)[:, :2]
-    config = (f"alignment={align},4,16,4,16",)
-    inputs = [x, slots, found["tokens"], weights, found["picks"]]
-    [y] = run(plain_combine(columns, 2, "bf16", "f32", config=config), inputs, 1)
-    assert torch.equal(y, in_order(x, slots, weights))
-
-
-@pytest.mark.emulate
-def test_what_follows_a_combine() -> None:
-    """Rows, a number of each token, a vector and a scalar; two results of two types, one of them of single tokens."""
-
-    def build(region: Block, x, slots, tokens, residual, gate, bias, scale) -> list[Value]:
-        make = functools.partial(create_one, block=region)
-        y = make("slot.combine", x, slots, tokens)
-        gated = make("math.mul", make("math.sigmoid", gate), make("math.add", y, bias))
-        total = make("math.add", make("math.mul", gated, scale), residual)
-        return [
-            make("math.cast", total, dtype="bf16"),
-            make("math.mul", y, 2.0),
-            make("math.mul", make("math.cast", gated, dtype="f16"), 1.0),
-            make("math.neg", gate),
-        ]
-
-    columns, top_k = 40, 3
-    reads = (
-        f"x:Mx{columns}xbf16 slots:Tx{top_k}xi32 slot_tokens:Mxi32 residual:Tx{columns}xf16 gate:Tx1xf32 "
-        f"bias:{columns}xbf16 scale:f32"
-    )
-    op = region_op("combine", reads, build, ("threads=32", "alignment=16,4,16,4,4,16,16"))
-    found = routed(31, top_k, 5)
-    x = rows_of_slots(found, columns, torch.bfloat16)
-    residual, gate = torch.randn(31, 50).half()[:, :columns], torch.randn(31, 3)[:, 1:2]
-    bias, scale = torch.randn(columns).bfloat16(), torch.tensor(0.75)
-    y = in_order(x, found["slots"], None)
-    gated = gate.sigmoid() * (y + bias.float())
-    inputs = [x, found["slots"], found["tokens"], residual, gate, bias, scale]
-    for order in (FORWARD, 2):
-        total, doubled, rounded, negated = run(op, inputs, order)
-        torch.testing.assert_close(total, (gated * scale + residual.float()).bfloat16(), atol=1e-2, rtol=1e-2)
-        assert torch.equal(doubled, 2 * y)
-        torch.testing.assert_close(rounded, gated.half().float(), atol=2e-3, rtol=2e-3)
-        assert torch.equal(negated, -gate)
-
-
-@pytest.mark.emulate
-def test_combine_of_no_tokens() -> None:
-    [y] = run(
-        plain_combine(24, 2, "bf16"), [torch.empty(0, 24).bfloat16(), torch.empty(0, 2).int(), torch.empty(0).int()], 0
-    )
-    assert y.shape == (0, 24)
-
-
-def test_threads_of_a_combine_have_work() -> None:
-    for columns in (1, 7, 64, 96, 200, 256, 384, 896, 1000, 2048):
-        tokens = combine.tokens_per_block(columns, 256)
-        rounds = -(-tokens * columns // 256)
-        assert tokens * columns >= 0.7 * rounds * 256, columns
-    assert combine.tokens_per_block(256, 256) == 1
-
-
-def to_picks_op(parts: int, top_k: int) -> Kernel:
-    """(share * scale) of each pick's slot, less a number of the pick; and the share alone, rounded."""
-
-    def build(region: Block, share, other, scale, slots, picks, bias) -> list[Value]:
-        make = functools.partial(create_one, block=region)
-        number = make("math.add", make("math.mul", share, make("math.mul", scale, 2.0)), other)
-        y = make("slot.to_picks", number, slots, picks)
-        alone = make("slot.to_picks", share, slots, picks)
-        return [make("math.sub", y, bias), make("math.cast", y, dtype="bf16"), alone]
-
-    reads = (
-        f"share:Mx{parts}xf32:Mx1xf32 other:Mx1xbf16 scale:f32 slots:Tx{top_k}xi32 slot_picks:Mxi32 bias:Tx{top_k}xbf16"
-    )
-    return region_op("to_picks", reads, build)
-
-
-@pytest.mark.emulate
-@pytest.mark.parametrize(("tokens", "top_k", "parts"), [(41, 3, 1), (13, 8, 16), (5, 1, 7), (3, 100, 37), (0, 2, 4)])
-def test_to_picks(tokens: int, top_k: int, parts: int) -> None:
-    found = routed(tokens, top_k, 5, align=16, capacity=0.75)
-    share, other = rows_of_slots(found, parts, torch.float32), rows_of_slots(found, 1, torch.bfloat16)
-    bias, scale = torch.randn(tokens, top_k).bfloat16(), torch.tensor(0.5)
-    total = share[:, :1].clone()
-    for part in range(1, parts):
-        total += share[:, part : part + 1]
-    numbers = total * (scale * 2.0) + other.float()
-    at = found["slots"].clamp(min=0).long()
-    here = found["slots"] >= 0
-    y, alone = (torch.where(here, x[:, 0][at], 0.0) for x in (numbers, total))
-    inputs = [share, other, scale, found["slots"], found["picks"], bias]
-    for order in (FORWARD, REVERSE, 1):
-        first, second, third = run(to_picks_op(parts, top_k), inputs, order)
-        assert torch.equal(first, y - bias.float())
-        assert torch.equal(second, y.bfloat16())
-        assert torch.equal(third, alone)
-    exact = ToPicks(operands(f"x:Mx1xf32 s:Tx{top_k}xi32 p:Mxi32"), {}).reference(TorchArrays, total, *inputs[3:5])
-    assert torch.equal(alone, exact)
-
-
-def test_an_op_without_a_form_is_named() -> None:
-    def build(region: Block, x, slots, tokens) -> list[Value]:
-        y = create_one("slot.combine", x, slots, tokens, block=region)
-        return [create_one("row.sum", y, block=region)]
-
-    with pytest.raises(UnsupportedError, match=r"row\.sum has no form after a combine"):
-        combine.generate(region_op("combine", "x:Mx8xf32 slots:Tx2xi32 tokens:Mxi32", build))
-
-
 # Cases that users of other libraries met ------------------------------------------------------------------------------
 
 
@@ -824,17 +520,6 @@ def test_case_25_an_expert_without_picks_is_never_read() -> None:
 
 # NVRTC ----------------------------------------------------------------------------------------------------------------
 
-# Registers that a thread may take of 65536 for a multiprocessor to hold all of its threads, or half of them.
-ALL_THREADS, HALF_OF_THREADS = 32, 64
-
-
-def compiled(kernel: GeneratedKernel, target: str) -> nvrtc.CompiledKernel:
-    made = nvrtc.compile_source(
-        kernel.source, name=kernel.symbol, target=Target.parse(target), extra_options=NVRTC_OPTIONS
-    )
-    assert not made.resources.uses_local_memory, made.resources
-    return made
-
 
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
@@ -897,21 +582,3 @@ def dispatch_layer(ids: torch.Tensor, experts: int, merged: bool, **options: obj
     results = b.op("slot.dispatch", given, experts=experts, **{"align": 1, "capacity": 0.0, "pad": False, **options})
     passes = "" if merged else "specialize{dispatch=steps}"
     return mo.compile(b.build(**dict(zip(RESULTS, results, strict=True))), backend="cuda", passes=passes)
-
-
-@pytest.mark.nvrtc
-@pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
-def test_combine_and_to_picks_compile(target: str, record_property) -> None:
-    usual = ("threads=256", f"target={target}")
-    kernels = [
-        combine.generate(plain_combine(2048, 8, "bf16", "f32", out="bf16", config=usual)),
-        combine.generate(plain_combine(2048, 8, "bf16", config=usual)),
-        combine.generate(plain_combine(7168, 16, "f32", "bf16", config=usual)),
-        combine.generate(plain_combine(1536, 64, "f16", "f32", config=usual)),
-        combine.generate(plain_combine(7, 2, "bf16", "f32", config=(*usual, "alignment=2,4,4,4,4"))),
-        to_picks.generate(to_picks_op(16, 8)),
-    ]
-    for kernel in kernels:
-        made = compiled(kernel, target)
-        record_property("registers", (kernel.symbol, target, str(made.resources)))
-        assert made.resources.registers <= 2 * HALF_OF_THREADS

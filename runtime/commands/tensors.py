@@ -175,7 +175,9 @@ def near_ties(
 def _nudged(function: Function, inputs: Tensors, rows: torch.Tensor) -> Iterator[Tensors]:
     declared = {a.name: a.type for a in function.arguments}
     chosen = {n: t[rows.to(t.device)] if _has_rows(declared[n]) else t for n, t in inputs.items()}
-    chosen |= {n: torch.zeros(1, 0) for n, t in declared.items() if t.leading == "N"}  # picks are those of any sequence
+    device = next(iter(chosen.values())).device
+    # One sequence: picks do not depend on it.
+    chosen |= {n: torch.zeros(1, 0, device=device) for n, t in declared.items() if t.leading == "N"}
     for number in range(_NUDGES):
         nudged = {}
         for name, tensor in chosen.items():
