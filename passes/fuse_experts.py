@@ -17,7 +17,7 @@ from typing import ClassVar
 from moesaic.ir.core import Block, BlockArgument, Constant, Function, Module, Op, OpResult, Value, Yield, create_one
 from moesaic.ir.ops import kernel, math, row, slot
 from moesaic.passes.manager import Pass, PassContext
-from moesaic.passes.rewriting import inserting_before
+from moesaic.passes.rewriting import inserting_before, replace_op
 from moesaic.passes.row_part import row_part
 
 _PRODUCTS = (slot.GroupedLinear, slot.Linear)
@@ -58,6 +58,7 @@ class _Fusion:
         self.shared: set[Value] = set()
         """Products that other kernels read, as they lie in memory."""
         self.routers = _routers(self.body)
+        _drop_sums_of_one(self.body)
 
     def run(self) -> None:
         self._store_operands()
@@ -140,8 +141,12 @@ class _Fusion:
                 for sums in self.wgrad_sums.get(op, ()):
                     if _summed(op, sums.operands[0]) is None:
                         operand(sums.operands[0])
+            elif isinstance(op, slot.OfPick):
+                need(op.x)
             elif isinstance(op, slot.Combine):
                 need(op.x)
+                if op.weights is not None:
+                    need(op.weights)
             elif isinstance(op, slot.ToPicks):
                 for value in _numbers(op.x):
                     need(value)
@@ -411,6 +416,17 @@ class _Outline(_Unit):
 
 def _op(value: Value) -> Op | None:
     return value.op if isinstance(value, OpResult) else None
+
+
+def _drop_sums_of_one(body: Block) -> None:
+    """A row of one column is its own sum: then there is nothing to wait for before the sum is read."""
+    for op in list(body.ops):
+        if isinstance(op, row.Sum) and op.x.type.shape[-1] == 1:
+            value = op.x
+            if value.type != op.y.type:
+                with inserting_before(body, op):
+                    value = create_one("math.cast", value, dtype=op.y.type.dtype.value)
+            replace_op(body, op, [value])
 
 
 def _is_sum(value: Value) -> bool:

@@ -7,8 +7,9 @@ logits. So ops between which no op of slots lies belong together, and with a rou
 
 from __future__ import annotations
 
-from moesaic.ir.core import Block, Op, OpResult
-from moesaic.ir.ops import row, slot
+from moesaic.ir.core import Block, Op, OpResult, Value
+from moesaic.ir.ops import math, row, slot
+from moesaic.ir.types import TensorType
 
 
 def row_part(block: Block) -> set[Op]:
@@ -29,7 +30,15 @@ def row_part(block: Block) -> set[Op]:
 
 
 def _of_router(block: Block, op: Op) -> bool:
-    """Whether only a router has such an op: sums of rows are others' too."""
+    """Whether only a router has such an op: sums of rows are others' too, but leave them as a number of the row."""
     if isinstance(op, row.Given):  # a guard in front of a dispatch is part of that
         return not all(isinstance(user, slot.Dispatch) for user in block.users(op.results[0]))
-    return op.name.startswith(("row.", "col.", "moe.")) and not isinstance(op, row.Sum | row.Max)
+    if isinstance(op, row.Sum):
+        return op.x.type.shape[-1] != 1 and _meets(block, op.y, op.x.type)
+    return op.name.startswith(("row.", "col.", "moe."))
+
+
+def _meets(block: Block, number: Value, rows: TensorType) -> bool:
+    """Whether rows as long as those that a number is of are computed from it."""
+    users = [user for user in block.users(number) if isinstance(user, math.Elementwise)]
+    return any(u.results[0].type.shape == rows.shape or _meets(block, u.results[0], rows) for u in users)

@@ -252,7 +252,7 @@ def simpler(given: Case) -> Iterator[Case]:
         tuple(max(1, n // 2) for n in given.shape),
         tuple(n - 1 for n in given.shape),
     ):
-        if shape != given.shape and math.prod(shape) and math.prod(shape) < given.tokens:
+        if min(shape) > 0 and math.prod(shape) < given.tokens:
             yield replace(given, shape=shape)
     for name, value in (
         ("dtype", torch.float32),
