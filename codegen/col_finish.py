@@ -1,7 +1,8 @@
 """The kernel after a row program: sums over tokens from its partial rows, and what is computed from them.
 
-A block adds up 32 columns of one sum. Where something follows, the block that is last to finish computes it: its
-threads go over the elements of column values, [E] or [N, E], and every thread holds the numbers.
+A block adds up 32 columns of one sum. Where something follows, one block computes it once all sums are there, the first
+of a cluster, or the last of a grid to finish: its threads go over the elements of column values, [E] or [N, E], and
+every thread holds the numbers.
 """
 
 from __future__ import annotations
@@ -14,10 +15,8 @@ from moesaic.ir.core import Constant, Op, OpResult, Value
 from moesaic.ir.errors import InternalError, UnsupportedError
 from moesaic.ir.ops import col, math
 from moesaic.ir.ops.launch import Kernel
+from moesaic.passes.finish_in_cluster import tiles_of
 from moesaic.passes.row_layout import operands_read
-
-TILE_COLUMNS = 32
-"""Columns a block adds up: `kTileColumns` of ``columns.cuh``."""
 
 
 def generate(op: Kernel) -> GeneratedKernel:
@@ -36,6 +35,7 @@ class _Emitter:
         self.op = op
         self.region = op.region
         self.threads = int(op.configuration["threads"])
+        self.cluster = int(op.configuration.get("cluster", "0"))
         self.sums = op.region.arguments[: op.partials]
         self.ops = op.region.ops[:-1]
         self.parameters = Parameters(op, ("i", "tile", "rows", "sequences", "kThreads"))
@@ -48,7 +48,9 @@ class _Emitter:
         self._ask()
         body, blocks, per_sequence = self._summing()
         if self.ops:
-            if self.sums:
+            if self.cluster:
+                body += ["", "moesaic::sync_cluster();  // sums are in memory", "if (blockIdx.x > 0) return;"]
+            elif self.sums:
                 body += ["", f"if (!moesaic::is_last_block({self.ticket})) return;"]
             else:
                 blocks = 1
@@ -59,6 +61,7 @@ class _Emitter:
                 "banner": banner(self.op, "sums over tokens from partial rows, and what is computed from them"),
                 "symbol": self.op.symbol,
                 "threads": self.threads,
+                "cluster": self.cluster,
                 "parameters": self.parameters.lines,
                 "body": ["  " + line if line and not line.startswith("#") else line for line in body],
             },
@@ -72,6 +75,8 @@ class _Emitter:
             grid="fixed",
             blocks=blocks,
             blocks_per_sequence=per_sequence,
+            cluster=max(1, self.cluster),
+            emulates_cluster=self.cluster > 1,
             ops=fused_ops(self.region, self._name),
         )
 
@@ -82,7 +87,7 @@ class _Emitter:
         for index, value in enumerate(self.region.arguments):
             if index < self.op.partials:
                 self.partials.append(self.parameters.pointer(index))
-            elif index == self.op.partials and self.sums and self.ops:
+            elif index == self.op.partials and self.sums and self.ops and not self.cluster:
                 self.ticket = self.parameters.pointer(index, written=True)
             elif value in loaded:
                 self.pointers[value] = self.parameters.pointer(index)
@@ -107,7 +112,7 @@ class _Emitter:
         blocks = per_sequence = 0
         for number, (value, partial) in enumerate(zip(self.sums, self.partials, strict=True)):
             columns = columns_of(value)
-            tiles = -(-columns // TILE_COLUMNS)
+            tiles = tiles_of(columns)
             total = self.pointers[value]
             last = number == len(self.sums) - 1
             call = f"moesaic::sum_partial_rows<{columns}, kThreads>"

@@ -1,7 +1,8 @@
 """``specialize``: a configuration for each kernel, by a built-in rule.
 
 Functions are planned for any target. Where the target has clusters of blocks, the three launches of a dispatch become
-one here (``merge_dispatch.py``).
+one here (``merge_dispatch.py``), and blocks that add up sums over tokens wait for each other in one
+(``finish_in_cluster.py``).
 
 Nothing here changes the arithmetic of a row: sums have one order whatever the lanes (see ``row.cuh``), and every way of
 selecting gives the same picks. What it decides is how the work is spread.
@@ -22,6 +23,7 @@ from moesaic.ir.ops.kernel import segments_of
 from moesaic.ir.ops.launch import Kernel
 from moesaic.ir.types import DType
 from moesaic.passes.dispatch_shape import dispatch_config
+from moesaic.passes.finish_in_cluster import cluster_of_finish, drop_tickets
 from moesaic.passes.manager import Pass, PassContext
 from moesaic.passes.merge_dispatch import merge_dispatches
 from moesaic.passes.product_shape import product_shape
@@ -130,6 +132,7 @@ class Specialize(Pass):
         for function in module.functions:
             if self.dispatch != "steps":
                 merge_dispatches(function, self.target)
+            drop_tickets(function, self.target)
             given = self.alignment if function is module.entry else ()
             aligned: dict[Value, int] = dict(zip(function.arguments, given, strict=False))
             for op in function.body.ops:
@@ -172,7 +175,8 @@ class Specialize(Pass):
             free = {n: v for n, v in typed.items() if not getattr(self, n)}
             return replace(self, points=(), **free)._row_program(op, aligned, layouts)
         if op.template == "col_finish":
-            return {"threads": "1024"}
+            cluster = cluster_of_finish(op, self.target)
+            return {"threads": "1024", **({"cluster": str(cluster)} if cluster else {})}
         if op.template.startswith("dispatch"):
             return dispatch_config(op, self.tokens)
         alignment = {"alignment": ",".join(str(aligned.get(v, 16)) for v in op.operands[: op.reads])}

@@ -1,7 +1,7 @@
 // Sums over tokens, from the partial rows that the blocks of a row program left, and reductions of a whole block.
 #pragma once
 
-#include "moesaic/base.cuh"
+#include "moesaic/cluster.cuh"
 
 namespace moesaic {
 
