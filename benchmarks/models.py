@@ -1,6 +1,6 @@
 """Times experts where they are used: a decoder layer and a small model of transformers, with its experts and with ours.
 
-    python benchmarks/models.py                      # everything, about 7 minutes, most of them torch.compile
+    python benchmarks/models.py                      # everything, about 3 minutes, half of them torch.compile
     python benchmarks/models.py --training           # the layer, then the model, forward + backward
     python benchmarks/models.py --serving            # inference of the layer for few tokens, in CUDA graphs
     python benchmarks/models.py --training --only grouped_mm,moesaic       # without torch.compile: half a minute
@@ -10,11 +10,13 @@ moesaic has to be importable (``pip install -e .``), and transformers 5.17. Weig
 model are Qwen3-MoE's (``--shape``); the model has few layers and as small a vocabulary, so that its head has the share
 of the time that it has in the whole one. All implementations share the weights:
 
-    eager               the model's own loop over experts
-    grouped_mm          transformers' default
-    grouped_mm+compile  the same under torch.compile
-    moesaic             ours, ``mo.hf.register()``
-    moesaic+compile     ours under torch.compile
+    eager                   the model's own loop over experts
+    grouped_mm              transformers' default
+    grouped_mm+compile      the same under torch.compile
+    moesaic                 ours, ``mo.hf.register()``
+    moesaic+compile         ours under torch.compile
+    moesaic-blocks          ours with the router, ``mo.hf.replace(model)``
+    moesaic-blocks+compile  the same under torch.compile
 
 torch.compile compiles the layers of a model one by one, which is enough for experts and compiles once for all of them.
 Before anything is timed, results and all gradients of the experts, of the layer and of the model are compared with
@@ -28,7 +30,8 @@ which reads sizes on the host and cannot be captured. Training makes the gradien
 *experts* is the time of the layer's experts alone, with the picks of its router; *rest* that of the layer whose experts
 are left out. By Amdahl's law a layer of time t whose experts take e gains at most t / (t - e + e') where they take e':
 *allowed* is that number for ours beside a peer, *gain* what was measured, *reached* the one over the other. For a model
-of L layers e counts L times. Goals are those of the project for an H100. Progress goes to stderr.
+of L layers e counts L times. Of blocks e' is the time of their experts; that of the router they have besides. Goals are
+those of the project for an H100. Progress goes to stderr.
 """
 
 from __future__ import annotations
@@ -59,8 +62,12 @@ IMPLEMENTATIONS = {
     "grouped_mm+compile": ("grouped_mm", True),
     "moesaic": ("moesaic", False),
     "moesaic+compile": ("moesaic", True),
+    "moesaic-blocks": ("blocks", False),
+    "moesaic-blocks+compile": ("blocks", True),
 }
-PAIRS = (("grouped_mm", "moesaic"), ("grouped_mm+compile", "moesaic+compile"))
+PAIRS = tuple(
+    (f"grouped_mm{how}", f"{ours}{how}") for ours in ("moesaic", "moesaic-blocks") for how in ("", "+compile")
+)
 SERVED = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 GAIN_GOAL = 1.2
 """Of the layer's training: the best of the others over the best of ours."""
@@ -241,7 +248,7 @@ class Row:
         """What the experts' gain allows of a part, and what was measured of it."""
         count = self.layers if part == "model" else 1
         whole, mine = self.us(part, peer), self.us(part, ours)
-        theirs, own = self.us("experts", peer), self.us("experts", ours)
+        theirs, own = self.us("experts", peer), self.us("experts", ours.replace("-blocks", ""))
         if whole is None or mine is None or theirs is None or own is None:
             return None
         return whole / max(whole - count * (theirs - own), 1e-9), whole / mine
@@ -384,10 +391,13 @@ class Bench:
     def _part(self, part: str, name: str) -> Any:
         """The layer, the layer without experts, or its experts, as an implementation runs them; not compiled yet."""
         implementation, _ = IMPLEMENTATIONS[name]
-        if part == "model":
-            return with_experts(self.model, implementation)
-        layer = with_experts(self.model.model.layers[0], _LEFT_OUT if part == "rest" else implementation)
-        return layer.mlp.experts if part == "experts" else layer
+        whole = self.model if part == "model" else self.model.model.layers[0]
+        if implementation == "blocks":
+            made = with_experts(whole, "eager")
+            mo.hf.replace(made)
+            return made
+        made = with_experts(whole, _LEFT_OUT if part == "rest" else implementation)
+        return made.mlp.experts if part == "experts" else made
 
     def _ready(self, part: str, name: str, dynamic: bool) -> tuple[Any, list[Tensor]]:
         """The same, compiled at its first call if it shall be, and its parameters."""
@@ -456,10 +466,11 @@ class Bench:
     def _names(self, part: str) -> list[str]:
         """The implementations that a part is timed with; for what is around experts, one with and one without
         torch.compile."""
-        if part != "rest":
+        if part in ("layer", "model"):
             return list(self._args.only)
-        found = {IMPLEMENTATIONS[name][1]: name for name in reversed(self._args.only)}
-        return list(found.values())
+        alone = [name for name in self._args.only if IMPLEMENTATIONS[name][0] != "blocks"]
+        found = {IMPLEMENTATIONS[name][1]: name for name in reversed(alone)}
+        return alone if part == "experts" else list(found.values())
 
     # ----------------------------------------------------------------------------------------------------- training
 
@@ -497,7 +508,7 @@ class Bench:
                 row.cells[part, name] = timing
             timers.clear()
             _free()
-        for name in self._args.only:  # what is around is the same for all
+        for name in self._names("experts"):  # what is around is the same for all
             [same] = [n for n in self._names("rest") if IMPLEMENTATIONS[n][1] == IMPLEMENTATIONS[name][1]]
             if ("rest", same) in row.cells:
                 row.cells["rest", name] = row.cells["rest", same]
@@ -519,7 +530,7 @@ class Bench:
                 sets = [self._inputs(part, tokens, 1) for _ in range(_SETS)]
                 with torch.no_grad():
                     right = sets[0].run(self._part(part, "eager"))
-                for name in self._args.only:
+                for name in self._names(part):
 
                     def make(
                         part: str = part, name: str = name, sets: list[Inputs] = sets, right: Tensor = right
@@ -567,7 +578,7 @@ class Bench:
         allowed = furthest(given.train(eager, list(eager.parameters())), wanted)
         names = ["result", *(f"input {i}" for i in range(len(given.leaves))), *dict(eager.named_parameters())]
         factor = 1.3 if part == "experts" else 2.0  # alone they have the same picks
-        for name in self._args.only:
+        for name in self._names(part):
             compiles = IMPLEMENTATIONS[name][1]
             # The layers of a compiled model are the one that is compared alone.
             if name == "eager" or (compiles and (part == "model" or not self.clock.may_compile)):
@@ -612,11 +623,11 @@ def _ms(row: Row, part: str, name: str) -> str:
 
 def print_training(row: Row, names: Sequence[str]) -> None:
     """Times of all parts, rates, gains, and what Amdahl's law allows."""
-    print(f"{'':18}  experts, ms   rest, ms  layer, ms     tokens/s  model, ms     tokens/s")
+    print(f"{'':22}  experts, ms   rest, ms  layer, ms     tokens/s  model, ms     tokens/s")
     for name in names:
         rates = [f"{row.tokens / us * 1e6:,.0f}" if (us := row.us(p, name)) else "-" for p in ("layer", "model")]
         times = [_ms(row, p, name) for p in ("experts", "rest", "layer", "model")]
-        print(f"{name:18}  {times[0]:>11}  {times[1]:>9}  {times[2]:>9}  {rates[0]:>11}  {times[3]:>9}  {rates[1]:>11}")
+        print(f"{name:22}  {times[0]:>11}  {times[1]:>9}  {times[2]:>9}  {rates[0]:>11}  {times[3]:>9}  {rates[1]:>11}")
     for part, goal in (("layer", GAIN_GOAL), ("model", None)):
         gain, ours, others = row.gain(part), row.best(part, True), row.best(part, False)
         if gain is not None and ours is not None and others is not None:
@@ -638,7 +649,7 @@ def print_training(row: Row, names: Sequence[str]) -> None:
 
 
 def print_serving_header(names: Sequence[str]) -> None:
-    print(f"{'T':>4}  {'part':7}  " + "  ".join(f"{name:>18}" for name in names) + "   gain  allowed  reached")
+    print(f"{'T':>4}  {'part':7}  " + "  ".join(f"{name:>22}" for name in names) + "   gain  allowed  reached")
 
 
 def print_serving(row: Row, names: Sequence[str]) -> None:
@@ -652,7 +663,7 @@ def print_serving(row: Row, names: Sequence[str]) -> None:
             bound = row.amdahl("layer", others[0], ours[0])
         end = f"  {gain:4.2f}x" if gain is not None else ""
         end += f"  {bound[0]:6.2f}x  {bound[1] / bound[0]:7.0%}" if bound is not None else ""
-        print(f"{row.tokens:4}  {part:7}  " + "  ".join(f"{t:>18}" for t in said) + end, flush=True)
+        print(f"{row.tokens:4}  {part:7}  " + "  ".join(f"{t:>22}" for t in said) + end, flush=True)
     _print_reasons(row)
 
 

@@ -454,6 +454,16 @@ def test_a_compiled_layer(models: Callable[..., Any], capsys: pytest.CaptureFixt
     assert all(cell["us"] > 0 for cell in written["rows"][0]["cells"].values())
 
 
+def test_blocks_of_a_model(models: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
+    """They have no experts to be timed alone: those of ours stand for them where a gain is compared with its bound."""
+    bench, _ = models("--training", "--only", "grouped_mm,moesaic,moesaic-blocks")
+    assert bench.wrong == 0, capsys.readouterr().out
+    [row] = bench.rows
+    assert {part for part, name in row.cells if name == "moesaic-blocks"} == {"layer", "model"}
+    # The false clock: 1, 2 us for experts, 3 for the rest, 4, 5, 6 for the layer.
+    assert row.amdahl("layer", "grouped_mm", "moesaic-blocks") == (4 / (4 + 1), 4 / 6)
+
+
 @pytest.mark.parametrize("section", ["--training", "--serving"])
 def test_wrong_experts_of_a_model_are_not_timed(
     section: str, models: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
