@@ -214,6 +214,11 @@ def _timer(call: Callable[[int], object], graph: bool, shared: Any) -> Bursts:
 # --------------------------------------------------------------------------------------------------------------- rows
 
 
+def experts_of(name: str) -> str:
+    """Whose experts an implementation has: blocks have none that run alone."""
+    return name.replace("-blocks", "")
+
+
 @dataclass
 class Row:
     """One number of tokens of a section: the timing of each part with each implementation, or why there is none.
@@ -248,7 +253,7 @@ class Row:
         """What the experts' gain allows of a part, and what was measured of it."""
         count = self.layers if part == "model" else 1
         whole, mine = self.us(part, peer), self.us(part, ours)
-        theirs, own = self.us("experts", peer), self.us("experts", ours.replace("-blocks", ""))
+        theirs, own = self.us("experts", peer), self.us("experts", experts_of(ours))
         if whole is None or mine is None or theirs is None or own is None:
             return None
         return whole / max(whole - count * (theirs - own), 1e-9), whole / mine
@@ -640,7 +645,7 @@ def print_training(row: Row, names: Sequence[str]) -> None:
                 continue
             allowed, gain = found
             verdict = "" if least is None else f"; goal: >= {least:.0%}, {'met' if gain / allowed >= least else 'no'}"
-            experts = (row.us("experts", peer) or 0.0) / (row.us("experts", mine) or 1.0)
+            experts = (row.us("experts", peer) or 0.0) / (row.us("experts", experts_of(mine)) or 1.0)
             print(
                 f"{part}, {mine} beside {peer}: experts {experts:.2f} x, allowed {allowed:.2f} x, gain {gain:.2f} x, "
                 f"reached {gain / allowed:.0%}{verdict}"

@@ -22,6 +22,7 @@ import moesaic as mo
 from moesaic.ir.errors import InputError, InputTypeError
 from moesaic.ir.types import DType
 from moesaic.runtime.moe import CompiledMoE
+from moesaic.runtime.program import program_of
 
 Tensors = dict[str, torch.Tensor]
 
@@ -494,6 +495,25 @@ def test_one_row_program_and_no_more_products_than_needed() -> None:
     assert backward.count("= kernel.wgrad") == 3
     assert backward.count("= kernel.row_program") == 1
     assert "row.topk" not in backward
+
+
+def test_sums_that_meet_their_row_are_a_routers() -> None:
+    """One pick over itself is 1, and backward has no op that only routers have, but sums over rows, as experts do."""
+    router = mo.Router(E, 1, score="sigmoid", renormalize=True)
+    _, backward = _lowered(mo.MoE(router, EXPERTS, outputs=("hidden", "score_sums")))
+    assert _kernels(backward)[0] == "row_program" and "row.sum" in backward and "kernel.slot_rows" not in backward
+
+
+@pytest.mark.parametrize("weight_on", ["input", "middle", "output"])
+@pytest.mark.parametrize("inner", [1, INNER])
+def test_one_expert(inner: int, weight_on: str) -> None:
+    """Its weights come from no pick, but lie in memory like others; a row of one column is its own sum."""
+    for renormalize in (False, True):
+        router = mo.Router(1, 1, score="sigmoid", renormalize=renormalize)
+        program = program_of(mo.MoE(router, mo.Experts(1, H, inner, weight_on=weight_on)).module(DType.F32))
+        for kind in ("forward", "training", "backward"):
+            symbols = [k.symbol for k in program.executable(kind, "sm_90a", ()).kernels]
+            assert [s for s in symbols if s.endswith(("down_proj", "combine"))], symbols
 
 
 DISPATCH = ["dispatch_count", "dispatch_scan", "dispatch_scatter"]
