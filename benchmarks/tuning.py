@@ -148,26 +148,31 @@ def _preset(name: str, dtype: str) -> Layer:
 
 
 class Replayed:
-    """A bench that answers with what has been measured."""
+    """A bench that answers with what has been measured; what ran like another one then, does so here."""
 
-    def __init__(self, times: Mapping[str, float], wrong: Mapping[str, str]) -> None:
-        self._times = times
-        self._wrong = wrong
+    def __init__(self, trials: Sequence[Trial]) -> None:
+        self.times = {key_of(t.point): t.us for t in trials if t.us is not None}
+        self._wrong = {key_of(t.point): t.verdict for t in trials if t.verdict.startswith(("wrong", "failed"))}
+        first: dict[float, str] = {}  # which is the same has the very time of what it is the same as
+        for trial in trials:
+            if trial.us is not None and trial.verdict != "same":
+                first.setdefault(trial.us, key_of(trial.point))
+        self._alike = {key_of(t.point): first[t.us] for t in trials if t.verdict == "same" and t.us in first}
 
     def build(self, points: Sequence[Point]) -> list[Built | str]:
         built: list[Built | str] = []
         for point in points:
             key = key_of(point)
             kernel = GeneratedKernel(key, "", (), 1, 1, "fixed")
-            refused = key not in self._times and key not in self._wrong
-            built.append("not timed" if refused else Built(kernel, key))
+            refused = key not in self.times and key not in self._wrong
+            built.append("not timed" if refused else Built(kernel, self._alike.get(key, key)))
         return built
 
     def check(self, kernel: GeneratedKernel) -> str:
         return self._wrong.get(kernel.symbol, "")
 
     def timer(self, kernel: GeneratedKernel) -> Replay:
-        return Replay(self._times[kernel.symbol])
+        return Replay(self.times[kernel.symbol])
 
 
 @dataclass
@@ -184,11 +189,9 @@ class Replay:
 
 def replayed(candidates: Sequence[tuple[Point, float]], trials: Sequence[Trial], most: int) -> tuple[Point, float]:
     """What the search finds with so many trials among times that are known."""
-    times = {key_of(t.point): t.us for t in trials if t.us is not None}
-    wrong = {key_of(t.point): t.verdict for t in trials if t.verdict.startswith(("wrong", "failed"))}
-    bench = Replayed(times, wrong)
+    bench = Replayed(trials)
     found = Search(candidates, bench.build, bench, most_trials=most).run()
-    return found.best, times[key_of(found.best)]
+    return found.best, bench.times[key_of(found.best)]
 
 
 class Prover:

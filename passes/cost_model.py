@@ -3,11 +3,13 @@
 It is there to put points in order before any is compiled, not to be right: what it leaves out (caches, the compiler,
 the card's power limit) is found out by timing. Of a card that nobody knows, the order matters, which depends on ratios.
 
-Row programs wait for memory, or for instructions to be issued::
+Row programs wait for memory, for instructions to be issued, or for blocks to be started::
 
     memory       bytes over bandwidth, which needs so many bytes of loads in flight on a multiprocessor
-    issue        warp instructions, 4 a clock of a multiprocessor where enough warps are resident
-    latency      the chain of instructions of one token, and what is left over when blocks end at different times
+    issue        warp instructions, 4 a clock of a multiprocessor where enough warps are resident, on the one that has
+                 the most of few blocks; and what is left over when blocks end at different times
+    start        blocks are started one after the other; the last of them then loads and computes its tokens
+    slowest      what a warp has more to do that selects again as its lists were too short: of so many warps, one will
 
 Products do tiles, each block one after the other: a stage takes as long as the tensor cores need for it, or as its
 operands need from the L2 cache; what follows the product is added where nothing hides it.
@@ -27,11 +29,11 @@ from moesaic.passes.card import Card
 from moesaic.passes.cost import Extents, cost_of
 from moesaic.passes.product_shape import ProductShape
 from moesaic.passes.space import Limits, Point, Space, experts_of, longest_row
-from moesaic.passes.specialize import merging_instructions, padded_columns
+from moesaic.passes.specialize import merging_instructions, merging_misses, padded_columns
 
 _ISSUES = 4  # warp instructions a clock
-_FILLING_WARPS = 10  # of a multiprocessor, which then issues all it can
-_LATENCY = 6.0  # clocks from an instruction to one that needs it
+_FILLING_WARPS = 6  # of a multiprocessor, which then issues all it can: a lane has a few instructions at a time
+_STARTING = 2.0  # clocks from the start of a block to that of the next one, on the whole card
 _BYTES_IN_FLIGHT = 20 * 1024  # of a multiprocessor, for all of the bandwidth
 _TOKEN_INSTRUCTIONS = 50.0  # of a lane, whatever its part of the row
 _HIDDEN = 0.25  # of the smaller of two times, what does not overlap
@@ -112,22 +114,37 @@ def _row_program(op: Kernel, config: Mapping[str, str], load: Extents, card: Car
     needed = 24 + 1.1 * slots
     spilled = max(0.0, needed - registers) * 4  # instructions that save and restore what does not fit
     instructions += spilled
-    warps = blocks * threads / 32
-    tokens_of_block = max(1, threads // lanes)
-    share = min(1.0, load.tokens / (card.multiprocessors * blocks * tokens_of_block))  # of what could be resident
     clock = card.clock_hz * 1e-6
-    per_token = instructions * lanes / 32
-    busy = card.multiprocessors * min(1.0, max(share * warps, 1) / _FILLING_WARPS)
-    issue = load.tokens * per_token / (_ISSUES * clock * busy)
-    moved = cost_of(op, load).bytes
-    bytes_each = moved / max(load.tokens, 1)
-    ahead = 2.0 if config["prefetch"] == "on" else 1.0
-    in_flight = share * warps * 32 / lanes * bytes_each * ahead
-    memory = 1e6 * moved / card.bandwidth / min(1.0, max(in_flight, 1) / _BYTES_IN_FLIGHT)
-    chain = instructions * _LATENCY / clock / 2
-    waves = load.tokens / (card.multiprocessors * blocks * tokens_of_block)
+    tokens_of_block = max(1, threads // lanes)
+    to_do = -(-load.tokens // tokens_of_block)  # blocks
+    most = -(-to_do // card.multiprocessors)  # of the multiprocessor that has the most of them
+    waves = most / blocks
     uneven = 1.0 if waves > 8 or config["grid"] != "cover" or waves <= 1 else -(-waves // 1) / waves
-    return (max(issue, memory) + _HIDDEN * min(issue, memory)) * uneven + chain + card.launch_us
+
+    def issuing(tokens: float, warps: float) -> float:
+        """Of tokens on a multiprocessor with so many warps."""
+        rate = _ISSUES * clock * min(1.0, max(warps, 1) / _FILLING_WARPS)
+        return tokens * lanes / 32 * instructions / rate
+
+    # Few blocks do not share out evenly: a multiprocessor has another one, or none.
+    tokens = most * tokens_of_block if waves <= 1 else load.tokens / card.multiprocessors
+    warps = min(blocks, most) * threads / 32
+    moved = cost_of(op, load).bytes
+    ahead = 2 if config["prefetch"] == "on" else 1
+    rows = min(blocks * tokens_of_block * ahead, load.tokens / card.multiprocessors)  # that a multiprocessor asks for
+    in_flight = rows * moved / max(load.tokens, 1)
+    memory = 1e6 * moved / card.bandwidth / min(1.0, max(in_flight, 1) / _BYTES_IN_FLIGHT)
+    work = _overlapping(issuing(tokens, warps), memory) * uneven
+    started = to_do if config["grid"] == "cover" else min(to_do, card.multiprocessors * blocks)
+    waiting = 1e6 * _BYTES_IN_FLIGHT * card.multiprocessors / card.bandwidth
+    last = started * _STARTING / clock + _overlapping(issuing(tokens_of_block, threads / 32), waiting)
+    all_warps = min(load.tokens * lanes / 32, card.multiprocessors * warps)
+    again = sum(_selecting_again(o, config, slots, lanes, all_warps) for o in op.region.ops if isinstance(o, row.TopK))
+    return max(work, last) + again * _FILLING_WARPS / _ISSUES / clock + card.launch_us
+
+
+def _overlapping(a: float, b: float) -> float:
+    return max(a, b) + _HIDDEN * min(a, b)
 
 
 @functools.lru_cache(maxsize=256)
@@ -162,6 +179,15 @@ def _selecting(op: row.TopK, config: Mapping[str, str], slots: int, lanes: int) 
         return 400.0 + 8.0 * slots + 6.0 * op.k * 32 / lanes
     depth = (slots * lanes - 1).bit_length()
     return slots / 2 * depth * (depth + 1) / 2 * 8.0
+
+
+def _selecting_again(op: row.TopK, config: Mapping[str, str], slots: int, lanes: int, warps: float) -> float:
+    """Instructions that the slowest of so many warps has more than the others, as its lists were too short."""
+    listed = int(config["listed"]) if config["select"] == "merge" else op.k
+    missed = merging_misses(listed, op.k, lanes)
+    full = 1 << (op.k - 1).bit_length()
+    one_will = 1 - float((1 - missed) ** warps)
+    return (one_will - missed) * merging_instructions(full, op.k, slots, lanes)
 
 
 # ------------------------------------------------------------------------------------------------------------ products

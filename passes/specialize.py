@@ -450,13 +450,18 @@ def merging_instructions(listed: int, picks: int, slots: int, lanes: int) -> flo
     cost = 2.0 * runs * exchanges + (runs - 1) * listed * (1 + depth)
     for own, strides, doubled in _merges(listed, picks, lanes):
         cost += own * (2 + (1 if doubled else 0) + 3 * strides + own.bit_length() - 1)
-    if listed >= picks:
-        return cost
+    missed = merging_misses(listed, picks, lanes)
+    return cost + missed * merging_instructions(full, picks, slots, lanes) if missed else cost
+
+
+@functools.cache
+def merging_misses(listed: int, picks: int, lanes: int) -> float:
+    """How likely a warp is, at most, to select again from full lists, for picks that fall on lanes as they like."""
     share = 1 / lanes
     missed = sum(
         python_math.comb(picks, n) * share**n * (1 - share) ** (picks - n) for n in range(listed + 1, picks + 1)
     )
-    return cost + min(1.0, 32 * missed) * merging_instructions(full, picks, slots, lanes)
+    return min(1.0, _WARP * missed)
 
 
 def merging_shuffles(listed: int, picks: int, lanes: int) -> int:

@@ -10,14 +10,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
-from test_tuning_spaces import spaces
+from test_tuning_spaces import kernels, spaces
 
 from moesaic.codegen.kernel import GeneratedKernel
+from moesaic.codegen.target import Target
 from moesaic.passes.card import H100
 from moesaic.passes.cost import Extents
 from moesaic.passes.cost_model import ordered
 from moesaic.passes.kernel_key import KernelKey
-from moesaic.passes.space import Point
+from moesaic.passes.space import Point, spaces_of
+from moesaic.passes.specialize import Specialize
 from moesaic.runtime.tuning.journal import Journal
 from moesaic.runtime.tuning.progress import Progress
 from moesaic.runtime.tuning.search import Built, Search, Trial, distance, key_of
@@ -175,6 +177,45 @@ def test_each_value_has_its_trial() -> None:
     bench = Known(times)
     found = Search(candidates, bench.build, bench, most_trials=20, batch=4).run()
     assert found.best["ahead"] == "off" and found.us <= 1.01 * min(times.values())
+
+
+FEW_TOKENS = """
+merge  2 4   1.67  1.64  1.68  2.15  3.21   1.62  1.60  1.66  2.23  3.35
+merge  2 8   1.54  1.51  1.55  1.96  2.85   1.44  1.42  1.48  1.90  2.94
+merge  4 2   1.55  1.49  1.52  1.73  2.28   1.50  1.42  1.39  1.67  2.26
+merge  4 4   1.56  1.63  1.62  1.83  2.36   1.53  1.52  1.54  1.82  2.33
+merge  4 8   1.46  1.41  1.36  1.55  2.04   1.39  1.27  1.29  1.58  2.13
+merge  8 1   1.69  1.53  1.48  1.56  1.85   1.59  1.44  1.44  1.53  1.85
+merge  8 2   1.73  1.57  1.50  1.60  1.91   1.62  1.47  1.41  1.54  1.88
+merge  8 4   1.66  1.54  1.49  1.56  1.87   1.69  1.60  1.54  1.64  1.97
+merge  8 8   1.58  1.41  1.34  1.42  1.70   1.61  1.47  1.27  1.37  1.72
+rounds 2 -   2.80  2.77  2.82  3.08  4.92   2.74  2.72  2.82  3.19  5.06
+rounds 4 -   2.25  2.19  2.19  2.33  3.12   2.20  2.12  2.12  2.29  3.12
+rounds 8 -   2.07  1.91  1.85  1.87  2.27   1.94  1.80  1.75  1.82  2.24
+"""
+"""Microseconds on an H200, (64,6), 1024 tokens: select, lanes, listed; 32 to 512 threads, prefetch off and on."""
+
+
+def test_few_tokens() -> None:
+    """What decides is no bandwidth: the slowest warp, how blocks start and how they share out."""
+    times = {}
+    for select, lanes, listed, *row in (line.split() for line in FEW_TOKENS.split("\n") if line):
+        columns = [(str(32 << n), prefetch) for prefetch in ("off", "on") for n in range(5)]
+        times |= {(select, lanes, listed, *column): float(us) for column, us in zip(columns, row, strict=True)}
+
+    def key(point: Point) -> tuple[str, ...]:
+        listed = "8" if point.get("listed") == "16" else point.get("listed", "-")  # of six picks that is the same
+        return (point["select"], point["lanes"], listed, point["threads"], point["prefetch"])
+
+    specialize = Specialize(tokens="few")
+    [space] = spaces_of(kernels("few", "forward"), specialize, Target.parse("sm_90a"), {})
+    points = [p for p in space.points() if key(p) in times]
+    bench = Known({key_of(p): times[key(p)] for p in points})
+    candidates = ordered(space, points, Extents(1024, 1024 * 6, experts=64), H100)
+    for trials in (12, 16, 20, 24):
+        found = Search(candidates, bench.build, bench, most_trials=trials).run()
+        assert found.us <= 1.03 * min(times.values()), (trials, found.best)
+        assert found.default_us == 1.63
 
 
 @pytest.mark.parametrize("layer", ["groups", "experts"])

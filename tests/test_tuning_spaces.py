@@ -25,6 +25,7 @@ H100 = Target.parse("sm_90a")
 LAYERS: dict[str, Module] = {
     "mixtral": mo.Router(8, 2, renormalize=True).module("bf16"),
     "groups": mo.Router(256, 8, score="sigmoid", selection_bias=True, groups=8, groups_kept=4).module("bf16"),
+    "few": mo.Router(64, 6, renormalize=True).module("bf16"),
     "long": mo.Router(2304, 36, outputs=("probs", "map")).module("fp32"),
     "losses": mo.Router(60, 6, losses={"balance": mo.LoadBalance()}).module("fp16"),
     "experts": mo.Experts(7, 136, 88, dtype="bf16").module(DType.BF16, 2, DType.I32, DType.F32),

@@ -31,6 +31,7 @@ _NEAR = 1.04  # times the best: may turn out to be it
 _KEPT_FOR_THE_END = 0.15  # of the time
 _INFORMATIVE = 100  # trials after which the order matters no more
 _CLOSENESS = 4.0  # how much less a trial says of a point, for each choice in which they differ
+_DOUBT = 0.2  # of its time, by which a point is preferred of which trials say nothing
 _NEW = 0.1  # of its time, by which a neighbour of the best is preferred if it has a value that was never tried
 
 
@@ -173,30 +174,39 @@ class Search:
     def _likeliest(self, left: Sequence[tuple[Point, float]], count: int) -> list[tuple[Point, float]]:
         """Those with the least expected time: the estimate, corrected by what it was off at points nearby.
 
-        An estimate that is wrong about one value of a parameter would keep the search from all points with it. So each
-        value is tried early, in the one point that is otherwise like the best so far.
+        Trials say little of points far from them, so that doubt counts, too: a point that is like none which was tried,
+        or chosen in this batch, may be faster than expected, and teaches more. And an estimate that is wrong about one
+        value of a parameter would keep the search from all points with it. So each value is tried early, in the one
+        point that is otherwise like the best so far.
         """
         timed = [(t.point, t.us, math.log(t.us / t.estimate)) for t in self._trials if t.us is not None]
 
         if not self.most_trials or len(timed) > _INFORMATIVE:  # most will be tried anyway
             return list(left[:count])
 
-        def expected(candidate: tuple[Point, float]) -> float:
-            point, estimate = candidate
-            weights = [_CLOSENESS ** -distance(point, other) for other, _, _ in timed]
-            off = sum(w * o for w, (_, _, o) in zip(weights, timed, strict=True)) / max(sum(weights), 1e-30)
-            return math.log(estimate) + off
-
         best, _, _ = min(timed, key=lambda t: t[1])
+        expected: dict[int, float] = {}
+        known: dict[int, float] = {}  # how much trials say of a point; one that differs in one choice says 1
+        for number, (point, estimate) in enumerate(left):
+            weights = [_CLOSENESS ** (1 - distance(point, other)) for other, _, _ in timed]
+            off = sum(w * o for w, (_, _, o) in zip(weights, timed, strict=True)) / max(sum(weights), 1e-30)
+            expected[number], known[number] = math.log(estimate) + off, sum(weights)
         seen = {value for t in self._trials for value in t.point.items()}
-        waiting = {n: (expected(c), distance(c[0], best) == 1) for n, c in enumerate(left)}
+        near = {n for n in expected if distance(left[n][0], best) == 1}
+
+        def hoped(number: int) -> float:
+            new = number in near and not seen.issuperset(left[number][0].items())
+            return expected[number] - _DOUBT / (1 + known[number]) - (_NEW if new else 0.0)
+
         chosen: list[tuple[Point, float]] = []
-        while waiting and len(chosen) < count:
-            new = {n for n, (_, near) in waiting.items() if near and not seen.issuperset(left[n][0].items())}
-            number = min(waiting, key=lambda n: waiting[n][0] - _NEW * (n in new))
-            del waiting[number]
+        while expected and len(chosen) < count:
+            number = min(expected, key=hoped)
+            del expected[number]
+            point, _ = left[number]
             chosen.append(left[number])
-            seen |= set(left[number][0].items())
+            seen |= set(point.items())
+            for other in expected:
+                known[other] += _CLOSENESS ** (1 - distance(point, left[other][0]))
         return chosen
 
     def _try(self, trial: Trial, built: Built | str, *, required: bool) -> None:
