@@ -10,10 +10,9 @@ from moesaic.codegen.parameters import Parameters
 from moesaic.codegen.render import indented
 from moesaic.ir.core import Block, OpResult
 from moesaic.ir.ops import row, slot
-from moesaic.passes.product_shape import ProductShape, reads_columns
+from moesaic.passes.product_shape import STAGED_ROWS, ProductShape, reads_columns
 
 _ROWS = 64
-_SWAPPED_ROWS = 16
 _GROUPS = 2
 _FORMS = ((64, 2), (32, 2), (64, 1), (32, 1))  # columns of a box, and buffers: to wait less, to send more at a time
 
@@ -104,7 +103,7 @@ class Staging:
     @classmethod
     def _of_columns(cls, outputs: tuple[Output, ...], element: str, room: int) -> Staging | None:
         """The same for threads that hold neighbouring rows."""
-        forms = (cls(outputs, 64, buffers, element, _SWAPPED_ROWS) for buffers in (2, 1))
+        forms = (cls(outputs, 64, buffers, element, STAGED_ROWS) for buffers in (2, 1))
         return next((form for form in forms if form.bytes <= room), None)
 
     @property

@@ -41,6 +41,7 @@ _EPILOGUE = 14.0  # clocks for 128 elements of a tile that leave
 _MMA_SHARE = 0.6  # of what wgmma reaches, by mma.sync
 _SIMT_FLOPS = 200.0  # a clock of a multiprocessor
 _MEMORY_LATENCY = 700.0  # clocks until the first stage of a tile is there
+_QUARTERS = (-1.27, -0.32, 0.32, 1.27)  # means of a quarter of normal deviates each
 _DISTANCE = 0.01  # of its time, for each choice in which a point differs from the rule's
 
 
@@ -195,7 +196,7 @@ def _selecting_again(op: row.TopK, config: Mapping[str, str], slots: int, lanes:
 
 def _product(op: Kernel, shape: ProductShape, load: Extents, card: Card) -> float:
     assert op.region is not None
-    tiles, depth, parts, grouped_sum = 1.0, 0.0, 1, False
+    tiles, height, depth, parts, grouped_sum = 1.0, float(shape.rows), 0.0, 1, False
     experts = max(1, load.live_experts(experts_of(op)))
     each = (load.rows if experts_of(op) > 1 else load.tokens) / experts
     for inner in op.region.ops:
@@ -204,7 +205,8 @@ def _product(op: Kernel, shape: ProductShape, load: Extents, card: Card) -> floa
             narrow = narrow_columns(op.region)
             in_turn = any(o.interleaved for o in op.region.ops if isinstance(o, slot.Split | slot.Join))
             parts = 2 if outer != narrow and not in_turn else 1
-            tiles = experts * -(-each // shape.rows) * -(-outer // (parts * shape.columns))
+            row_tiles, height = _row_tiles(shape, each, spread=experts_of(op) > 1)
+            tiles = experts * row_tiles * -(-outer // (parts * shape.columns))
         elif isinstance(inner, slot.GroupedWgrad | slot.Wgrad):
             a, b = (v.type.shape[-1] for v in (inner.a, inner.b))
             assert isinstance(a, int) and isinstance(b, int)
@@ -215,16 +217,32 @@ def _product(op: Kernel, shape: ProductShape, load: Extents, card: Card) -> floa
     tensor = card.tensor_flops * (1.0 if shape.fetches else _MMA_SHARE)
     if shape.tile == "SimtTile":
         tensor = _SIMT_FLOPS
-    tensor_clocks = 2.0 * shape.rows * wide * shape.depth / tensor
+    tensor_clocks = 2.0 * height * wide * shape.depth / tensor
     # Few columns a warpgroup read the left operand again and again; a pair of blocks shares one operand.
-    fetched = 2.0 * shape.depth * (shape.rows + wide) - (shape.depth * min(shape.rows, wide) if shape.fetches else 0.0)
+    fetched = 2.0 * shape.depth * (height + wide) - (shape.depth * min(height, wide) if shape.fetches else 0.0)
     l2_clocks = fetched / card.l2_bytes * (shape.blocks if not shape.fetches else 1)
     latency = _MEMORY_LATENCY / max(1, shape.stages - 1)  # a stage is asked for so many stages ahead
     stage = max(tensor_clocks * (shape.blocks if not shape.fetches else 1), l2_clocks, latency)
-    epilogue = shape.rows * wide / 128 * _EPILOGUE * (0.35 if shape.pingpong else 1.0) / (2 if shape.blocks > 1 else 1)
+    epilogue = height * wide / 128 * _EPILOGUE * (0.35 if shape.pingpong else 1.0) / (2 if shape.blocks > 1 else 1)
     tile_clocks = steps * stage + epilogue + (0.0 if grouped_sum else 100.0)
     resident = card.multiprocessors * shape.blocks
     rounds = -(-tiles // resident) if tiles > resident / 2 else 1.0
     compute = rounds * tile_clocks / (card.clock_hz * 1e-6)
     memory = 1e6 * cost_of(op, load).bytes / card.bandwidth
     return max(compute, memory) + _HIDDEN * min(compute, memory) / 2 + card.launch_us
+
+
+def _row_tiles(shape: ProductShape, each: float, *, spread: bool) -> tuple[float, float]:
+    """Tiles of an expert below each other, and rows that one computes: means over experts, of which none has the mean.
+
+    A number of rows that picks fall on as they like deviates by its root; here are the means of its four quarters.
+    """
+    found: list[tuple[float, float]] = []
+    for deviation in _QUARTERS if spread else (0.0,):
+        rows = max(1.0, each + deviation * each**0.5)
+        tiles = -(-rows // shape.rows)
+        if shape.swapped and tiles > 1:
+            tiles = 2.0 * -(-rows // (2 * shape.rows))  # for pairs of blocks
+        height = min(float(shape.rows), -(-rows // tiles // 8) * 8) if shape.swapped else float(shape.rows)
+        found.append((tiles, height))
+    return sum(t for t, _ in found) / len(found), sum(h for _, h in found) / len(found)

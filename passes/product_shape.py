@@ -15,7 +15,10 @@ _ROWS = 128
 _SIMT_ROWS = 64
 _COLUMNS = 128  # of all parts together
 _WARP = 32
-_SWAPPED_ROWS = 144
+SWAPPED_ROWS = 144
+"""Of a ``SwappedTile``, at most: the widest instruction that it has."""
+STAGED_ROWS = 16
+"""That it puts into shared memory at a time, of 64 columns and each warpgroup, where they leave."""
 _SWIZZLED_BLOCK = 1024  # bytes that a stage of wgmma is aligned to
 _SIXTEEN_BITS = (DType.BF16, DType.F16)
 
@@ -94,7 +97,7 @@ class ProductShape:
         """
         whole = max(64, _power_of_two(columns))
         if tile == "swapped" and swaps and dtype in _SIXTEEN_BITS and parts * whole >= 256:
-            return cls("SwappedTile", _SWAPPED_ROWS, 256 // parts, 64, 4, 384, 1)
+            return cls("SwappedTile", SWAPPED_ROWS, 256 // parts, 64, 4, 384, 1)
         tile = "" if tile == "swapped" else tile
         wgmma = (hopper and not tile) or tile in ("cooperative", "pingpong")
         if wgmma and dtype in _SIXTEEN_BITS and parts * whole >= 128:
@@ -157,6 +160,13 @@ class ProductShape:
         numbers = {name: int(config[name]) for name in ("rows", "columns", "depth", "stages", "threads", "blocks")}
         return cls(config["tile"], **numbers, pingpong=config.get("schedule") == "pingpong")
 
+    @staticmethod
+    def chosen(config: Mapping[str, str], point: Mapping[str, str]) -> dict[str, str]:
+        """A configuration with the choices of a point: where operands are swapped, the tile is another one."""
+        schedule = point.get("schedule") if "schedule" in config else None
+        tile = {} if schedule is None else {"tile": "SwappedTile" if schedule == "swapped" else "WgmmaTile"}
+        return {**config, **point, **tile}
+
     def cuda(self, parts: int, left: Lines, right: Lines) -> str:
         """The arguments of ``TileShape``."""
         numbers = (self.rows, self.columns, self.depth, self.stages, parts)
@@ -165,10 +175,10 @@ class ProductShape:
 
     def config(self) -> dict[str, str]:
         """What `parse` reads."""
-        schedule = {"schedule": "pingpong" if self.pingpong else "cooperative"} if self.fetches else {}
+        schedule = "swapped" if self.swapped else "pingpong" if self.pingpong else "cooperative"
         return {
             "tile": self.tile,
-            **schedule,
+            **({"schedule": schedule} if self.fetches else {}),
             "rows": str(self.rows),
             "columns": str(self.columns),
             "depth": str(self.depth),
@@ -224,6 +234,13 @@ def swaps_operands(region: Block, columns: int) -> bool:
     results = region.terminator.operands
     narrow = all(v.type.dtype in _SIXTEEN_BITS and v.type.shape[-1] in (columns, 2 * columns) for v in results)
     return plain and alone and narrow and not in_turn and columns % 8 == 0 and len({v.type.dtype for v in results}) == 1
+
+
+def swapped_bytes(region: Block, columns: int) -> int:
+    """Shared memory that results need at least to leave a ``SwappedTile`` by, beside its stages."""
+    results = region.terminator.operands
+    outputs = sum(2 if v.type.shape[-1] != columns else 1 for v in results)
+    return 2 * outputs * STAGED_ROWS * 64 * 2
 
 
 def _computed_from(op: Op) -> Sequence[Value]:

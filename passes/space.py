@@ -5,7 +5,8 @@ space, and works on every target. Nothing here changes what a row's results are,
 
 - A row program adds up in one order whatever its lanes, and every way of selecting gives the same picks.
 - A tile of a product adds up in the order of the sum, in steps that belong to the kind of instruction (``simt``,
-  ``mma``, ``wgmma``). So the kind stays that of the rule, and the space is about sizes, stages and the schedule. Where
+  ``mma``, ``wgmma``). So the kind stays that of the rule, and the space is about sizes, stages and the schedule; of
+  wgmma, that its operands are swapped is a schedule, too: each product of two elements stays what it is. Where
   rows are summed after a product, threads and depth stay as they are, too: they decide the order of that sum. So do
   columns, but for tiles by wgmma, of which the same four lanes have all columns of a row.
 - Sums over tokens (losses, gradients of biases) are no row's result: they follow the number of blocks, as they do
@@ -27,7 +28,7 @@ from moesaic.ir.errors import UnsupportedError, UsageError
 from moesaic.ir.ops import row, slot
 from moesaic.ir.ops.kernel import SUM_COLUMNS, narrow_columns
 from moesaic.ir.ops.launch import Kernel
-from moesaic.passes.product_shape import Lines, ProductShape
+from moesaic.passes.product_shape import SWAPPED_ROWS, Lines, ProductShape, swapped_bytes, swaps_operands
 from moesaic.passes.row_layout import Layout, infer_layouts
 from moesaic.passes.specialize import Specialize, point_text
 
@@ -82,8 +83,12 @@ def _numbers(*values: int) -> tuple[str, ...]:
 
 
 _TILES = (
-    Parameter("schedule", ("cooperative", "pingpong"), "of wgmma: one tile for two warpgroups, or tiles in turn"),
-    Parameter("rows", _numbers(64, 128, 256), "of a tile"),
+    Parameter(
+        "schedule",
+        ("cooperative", "pingpong", "swapped"),
+        "of wgmma: one tile for two warpgroups, tiles in turn, or one with its operands swapped",
+    ),
+    Parameter("rows", _numbers(64, 128, SWAPPED_ROWS, 256), "of a tile; with operands swapped, at most"),
     Parameter("columns", _numbers(32, 64, 128, 256), "of a tile, of each of two parts"),
     Parameter("depth", _numbers(16, 32, 64), "elements of a row in a stage"),
     Parameter("stages", _numbers(2, 3, 4, 5, 6, 7, 8), "of the pipeline that fetches"),
@@ -104,7 +109,7 @@ FAMILIES: Mapping[str, Family] = {
             Parameter("resident", _numbers(1, 2, 4, 6, 8, 12, 16), "blocks a multiprocessor, which bounds registers"),
         ),
     ),
-    "product": Family(1, _TILES),
+    "product": Family(2, _TILES),
     "wgrad": Family(1, _TILES),
     "combine": Family(1, (_THREADS,)),
     "slot_rows": Family(1, (_THREADS,)),
@@ -115,6 +120,8 @@ _FEWEST_REGISTERS = 24  # of a thread of a row program, beside its part of the r
 _TILE_REGISTERS = 56  # of a thread of a product, beside the sums of its tile
 _MOST_SUMS = 128  # of a thread in registers
 _WGMMA_COLUMNS = (64, 128, 256)
+_OF_WGMMA = {"depth": "64", "threads": "384", "blocks": "1"}
+_SWAPPED_COLUMNS = 256  # of all parts together
 _LEAST_FILLED = 128  # threads a multiprocessor that a bound on registers may be for
 
 
@@ -208,8 +215,13 @@ class Space:
         if parameter.name not in known:  # such as the length of lists where nothing is merged
             yield from self._below(chosen, number + 1)
             return
-        for value in parameter.values:
+        for value in self._values(parameter):
             yield from self._below({**chosen, parameter.name: value}, number + 1)
+
+    def _values(self, parameter: Parameter) -> tuple[str, ...]:
+        """Those that any point has: of tiles by wgmma, some are fixed."""
+        by_wgmma = self.op.template in ("product", "wgrad") and self._rule.fetches
+        return (_OF_WGMMA[parameter.name],) if by_wgmma and parameter.name in _OF_WGMMA else parameter.values
 
     def _config_or_none(self, chosen: Point) -> dict[str, str] | None:
         try:
@@ -248,8 +260,12 @@ class Space:
         rule = self._rule
         if shape == rule:  # which works on every target, if not with as many blocks as it would like
             return ""
-        if shape.tile != rule.tile:
+        if shape.tile != rule.tile and not (shape.fetches and rule.fetches):
             return f"tiles by {rule.tile} and by {shape.tile} round differently"
+        if (shape.rows == SWAPPED_ROWS) != shape.swapped:
+            return f"{SWAPPED_ROWS} rows are those of a tile with its operands swapped, which has no others"
+        region = self.op.region
+        assert region is not None
         size, parts, width, across, summed = self._operands
         if summed:
             # Four neighbouring lanes have a row of a tile by wgmma, and add up each partial sum by itself.
@@ -267,18 +283,20 @@ class Space:
         if problem:
             return problem
         lines = Lines(across, 16)
-        shared = shape.shared_bytes(size, parts, Lines(self.op.template == "wgrad", 16), lines) + self._table_bytes(
-            shape
-        )
+        shared = shape.shared_bytes(size, parts, Lines(self.op.template == "wgrad", 16), lines)
+        shared += self._table_bytes(shape) + (swapped_bytes(region, narrow_columns(region)) if shape.swapped else 0)
         if shared > self.limits.shared_optin or shared * shape.blocks > self.limits.shared_per_sm:
             return f"{shape.blocks} blocks need {shared} bytes of shared memory each"
         return ""
 
     def _wgmma(self, shape: ProductShape, wide: int, across: bool) -> str:
-        if (shape.depth, shape.threads, shape.blocks) != (64, 384, 1):
+        config = shape.config()
+        if any(config[name] != value for name, value in _OF_WGMMA.items()):
             return "tiles by wgmma have two warpgroups beside the one that fetches, and stages of 64"
         if shape.columns not in _WGMMA_COLUMNS:
             return f"{shape.columns} columns are none of {_WGMMA_COLUMNS}"
+        if shape.swapped:
+            return self._swapped(wide)
         rows = shape.rows if shape.pingpong else shape.rows // 2
         if rows % 64 != 0:
             return "a warpgroup has blocks of 64 rows"
@@ -286,6 +304,15 @@ class Space:
             return f"{rows * wide // 128} sums a thread"
         if (across and wide < 128) or (self.op.template == "wgrad" and shape.rows < 128):
             return "a pair of blocks has two boxes of the operand that they share"
+        return ""
+
+    def _swapped(self, wide: int) -> str:
+        region = self.op.region
+        assert region is not None
+        if self.op.template != "product" or not swaps_operands(region, narrow_columns(region)):
+            return "with operands swapped, only what is elementwise may follow a product, and leaves in rows of 16 bits"
+        if wide != _SWAPPED_COLUMNS:
+            return f"with operands swapped, a warpgroup has {_SWAPPED_COLUMNS // 2} columns of all parts together"
         return ""
 
     def _by_warps(self, shape: ProductShape, size: int, wide: int) -> str:

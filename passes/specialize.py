@@ -191,7 +191,7 @@ class Specialize(Pass):
             whole = all(aligned.get(v, 16) >= 16 and _row_bytes(v) % 16 == 0 for v in read)
             hopper = self.target == "sm_90a" and whole
             shape = product_shape(op.region, tile=self.tile, hopper=hopper, allow_tf32=self.allow_tf32)
-            return {**shape.config(), **point, **alignment}
+            return {**shape.chosen(shape.config(), point), **alignment}
         return {"threads": point.get("threads", "256"), **alignment}
 
     def _row_program(

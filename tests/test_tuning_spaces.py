@@ -126,6 +126,42 @@ def test_sums_after_a_product_keep_their_order() -> None:
     assert len({p["stages"] for p in down.points()}) > 1
 
 
+def test_swapped_operands_are_a_schedule() -> None:
+    """Of forward products and of data gradients, where nothing beside the product is read or summed up."""
+    found = {}
+    products = [one for one in spaces("experts") if one.op.template in ("product", "wgrad")]
+    for one in products:
+        chosen = [p for p in one.points() if p.get("schedule") == "swapped"]
+        found[one.op.symbol] = {(p["rows"], p["columns"], p["stages"]) for p in chosen}
+        for point in chosen[-1:]:
+            one.specialize.configure(one.op, one.aligned, point)
+            kernel = generate_kernel(one.op)
+            assert "SwappedTile<" in kernel.source and kernel.shared_bytes <= H100.shared_optin
+    two, one_part = ({("144", columns, stages) for stages in "234"} for columns in ("128", "256"))
+    assert {symbol: points for symbol, points in found.items() if points} == {
+        "experts_gate_up_proj": two,
+        "experts_down_proj": one_part,
+        "experts_backward_gate_up_proj": one_part,
+    }
+    swapped = {"schedule": "swapped", "rows": "144"}
+    down = space("experts", "experts_backward_down_proj")
+    assert "elementwise may follow" in down.problem({**down.default, **swapped, "columns": "128"})
+    up = space("experts", "experts_gate_up_proj")
+    assert "has no others" in up.problem({**up.default, "schedule": "swapped"})
+    assert "columns of all parts" in up.problem({**up.default, **swapped, "columns": "64"})
+    assert "shared memory" in up.problem({**up.default, **swapped, "stages": "5"})
+    assert up.config({**up.default, **swapped})["tile"] == "SwappedTile"
+    # An expert's rows are shared out evenly: around 256 they take no third tile. Of 200, nobody has one.
+    module = mo.Experts(128, 2048, 768, dtype="bf16").module(DType.BF16, 8, DType.I32, DType.F32)
+    planned = [o for o in program_of(module).planned("forward").body.ops if isinstance(o, Kernel)]
+    up = next(s for s in spaces_of(planned, Specialize(), H100, {}) if s.op.symbol == "experts_gate_up_proj")
+    gains = []
+    for rows in (200, 256):
+        load = Extents(16 * rows, 128 * rows, experts=128)
+        gains.append(estimated_us(up, up.default, load, CARD) / estimated_us(up, {**up.default, **swapped}, load, CARD))
+    assert gains[0] < 1.1 < gains[1]
+
+
 def test_points_are_pipeline_text() -> None:
     rows = space("groups", "route_rows")
     chosen = next(p for p in rows.points() if p["select"] == "rounds" and p["lanes"] == "16")
