@@ -318,6 +318,31 @@ class Kernel:
         with current(self.device.ordinal):
             prepared.run_packed(grid, stream_handle)
 
+    def clusters_at_once(self, block: Dim3, shared_bytes: int, size: int) -> int:
+        """How many clusters of `size` blocks the GPU runs at the same time, at least 1.
+
+        Fewer than its multiprocessors would hold: a cluster lies within one of their groups (GPC), which GPUs of one
+        kind have of several sizes. Raises as `prepare` does.
+        """
+        self.allow_shared(shared_bytes)
+        cuda = _driver()
+        attribute = cuda.CUlaunchAttribute()
+        attribute.id = cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        attribute.value.clusterDim.x, attribute.value.clusterDim.y, attribute.value.clusterDim.z = size, 1, 1
+        config = cuda.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = size, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = block
+        config.sharedMemBytes = shared_bytes
+        config.attrs, config.numAttrs = [attribute], 1
+        with current(self.device.ordinal):
+            found = _call(
+                f"say how many clusters of kernel {self.name!r} run at once",
+                cuda.cuOccupancyMaxActiveClusters,
+                self.function,
+                config,
+            )
+        return max(1, int(found))
+
     def allow_shared(self, shared_bytes: int) -> None:
         """Have the driver allow blocks of this kernel `shared_bytes` of dynamic shared memory, or leave it at more.
 

@@ -298,7 +298,7 @@ class _Blocks:
             return cls(kernel.rows_per_block, 1, most, kernel.by_sequence)
         if kernel.grid == "clusters":
             size = kernel.cluster
-            return cls(size * kernel.rows_per_block, 1, kernel.blocks // size, cluster=size)
+            return cls(size * kernel.rows_per_block, 1, max(1, min(kernel.blocks, most) // size), cluster=size)
         if kernel.grid == "chunks":
             return cls(kernel.rows_per_block, 1, 2**31 - 1)
         return cls(kernel.rows_per_block, 0, 2**31 - 1)
@@ -676,9 +676,12 @@ class _CudaKernel(Loaded):
         module = driver.Module.load(compiled_kernel(kernel, target).cubin, kernel.symbol, ordinal)
         kinds = [_CUDA_KINDS.get(a.kind, "i64") for a in kernel.arguments]
         shared = module.kernel.static_shared_bytes + kernel.shared_bytes
-        resident = target.occupancy(module.kernel.registers, shared, kernel.threads)
-        clusters = max(1, resident) * driver.device(ordinal).sm_count // kernel.cluster
-        self.most_blocks = max(1, clusters) * kernel.cluster
+        if kernel.cluster > 1:
+            clusters = module.kernel.clusters_at_once((kernel.threads, 1, 1), kernel.shared_bytes, kernel.cluster)
+            self.most_blocks = clusters * kernel.cluster
+        else:
+            resident = target.occupancy(module.kernel.registers, shared, kernel.threads)
+            self.most_blocks = max(1, resident) * driver.device(ordinal).sm_count
         self._maps = tuple(i for i, a in enumerate(kernel.arguments) if a.map is not None)
         self._encoded = functools.lru_cache(maxsize=64)(driver.encode_tensor_map)  # mostly, tensors come again
         # Every kernel begins with `after_kernels_before`.
@@ -724,11 +727,11 @@ class EmulatedRunner(Runner):
 
 
 class _EmulatedKernel(Loaded):
-    most_blocks = 3  # odd and small: persistent loops go round several times even on small inputs
-
     def __init__(self, kernel: GeneratedKernel, runner: EmulatedRunner) -> None:
         from moesaic.runtime.emulator import build
 
+        # Odd and small: persistent loops go round several times even on small inputs.
+        self.most_blocks = 3 * (kernel.cluster if kernel.emulates_cluster else 1)
         self._kernel = kernel
         self._runner = runner
         self._emulated = build(source_of(kernel), kernel.symbol, nvrtc.helper_include_dirs())

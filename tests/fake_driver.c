@@ -81,6 +81,12 @@ Result cuFuncGetAttribute(int* value, int which, Handle function) {
   return 0;
 }
 Result cuFuncSetAttribute(Handle function, int which, int value) { allowed_shared = value; return which == 8 ? 0 : 1; }
+// One fewer than the multiprocessors hold, as their groups would have it.
+Result cuOccupancyMaxActiveClusters(int* clusters, Handle function, const Config* c) {
+  const int* const attribute = c->attributes;
+  *clusters = 132 * (1536 / c->block[0]) / attribute[2] - 1;  // at 40 registers
+  return c->num_attributes == 1 && attribute[0] == 4 && attribute[3] == 1 && attribute[4] == 1 ? 0 : 1;
+}
 Result cuGetErrorString(Result result, const char** text) { *text = "the fake driver says so"; return 0; }
 Result cuLaunchKernelEx(const Config* c, Handle function, void** p, void** extra) {
   if (failure) return failure;

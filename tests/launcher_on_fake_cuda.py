@@ -519,12 +519,13 @@ def test_a_kernel_has_so_many_maps_at_most(native: Any) -> None:
 
 
 def test_a_grid_for_the_device_has_whole_clusters() -> None:
+    """As many as the driver says: the fake one knows of one fewer than there is room for."""
     most = {}
     for cluster in (1, 2, 5, 1000, 100000):
         kernel = GeneratedKernel("clusters", "", (), 64, 0, "device", cluster=cluster)
         most[cluster] = RUNNER.load(kernel, torch.device("cpu")).most_blocks
     assert most[1] % 132 == 0
-    assert most == {c: max(1, most[1] // c) * c for c in most}
+    assert most == {c: max(1, most[1] // c - (c > 1)) * c for c in most}
     assert most[100000] == 100000
 
 

@@ -282,10 +282,12 @@ def test_one_launch_by_the_built_in_rule(rule: str) -> None:
 
 
 def test_the_grid_of_one_launch() -> None:
-    """Whole clusters: one at least, as many as tokens need, no more than count all picks faster than they write."""
+    """Whole clusters: one at least, as many as tokens need, no more than count all picks faster than they write, nor
+    than run at once: each would count them once more."""
     kernel = at_once(128, 8)
-    blocks = execute._Blocks.of(kernel, 3)
+    blocks = execute._Blocks.of(kernel, 1000)
     assert kernel.cluster == 8 and [blocks(t, 0) for t in (0, 1, 512, 513, 4096, 10**6)] == [8, 8, 8, 16, 64, 128]
+    assert [execute._Blocks.of(kernel, most)(10**6, 0) for most in (1, 8, 127)] == [8, 8, 120]
     assert kernel.shared_bytes <= 48 * 1024  # room for a second block, and for no word with the driver
     assert [in_one_launch(t, 128) for t in ("sm_80", "sm_89", "sm_90", "sm_90a", "sm_100a", "sm_120")] == [
         *(False, False, True, True, True, True)
