@@ -44,6 +44,7 @@ _BLOCK_SLOTS = {"few": 16, "many": 24}  # live ones; registers for 24 leave room
 _BLOCK_LANES = (64, 512)  # twice as many leave 64 registers a thread, too few for 16 slots
 _USUAL_LANES = 128  # of a block
 _LONG_ROW = 512  # columns: longer ones have few lanes to spare
+_RARE_MISS = 1 / 256  # of warps, that select again: few tokens are hundreds of warps
 _LISTED_PICKS = 8  # so few are always merged from lists or found by rounds
 _MERGED_PICKS = 16  # so few are, unless ranks are wide and the row is long
 _SORTED_EXPERTS = 128  # rows so short are sorted for many picks
@@ -240,6 +241,8 @@ class Specialize(Pass):
             way, listed = _selection(most, experts, -(-chunks // lanes) * vec, lanes, self.listed)
             select["select"] = self.select or way
             if select["select"] == "merge":
+                if self.tokens == "few" and not self.listed and _misses_show(op.region, most, listed, lanes):
+                    listed = _power_of_two(most.k)
                 select["listed"] = str(listed)
             if (block and select["select"] == "merge") or (lanes < _WARP and select["select"] == "radix"):
                 raise UsageError(
@@ -462,6 +465,14 @@ def merging_misses(listed: int, picks: int, lanes: int) -> float:
         python_math.comb(picks, n) * share**n * (1 - share) ** (picks - n) for n in range(listed + 1, picks + 1)
     )
     return min(1.0, _WARP * missed)
+
+
+def _misses_show(region: Block, op: row.TopK, listed: int, lanes: int) -> bool:
+    """Whether few tokens wait for a warp that selects again: a short call ends with its slowest warp. Lists as long as
+    the picks never miss one. Picks of a router with groups fall on the lanes of the groups that are kept."""
+    for limit in (o for o in region.ops if isinstance(o, row.GroupLimit)):
+        lanes = max(1, lanes * limit.keep // limit.groups)
+    return merging_misses(listed, op.k, lanes) > _RARE_MISS
 
 
 def merging_shuffles(listed: int, picks: int, lanes: int) -> int:

@@ -212,10 +212,10 @@ def test_few_tokens() -> None:
     points = [p for p in space.points() if key(p) in times]
     bench = Known({key_of(p): times[key(p)] for p in points})
     candidates = ordered(space, points, Extents(1024, 1024 * 6, experts=64), H100)
-    for trials in (12, 16, 20, 24):
+    for trials in (16, 20, 24):
         found = Search(candidates, bench.build, bench, most_trials=trials).run()
         assert found.us <= 1.03 * min(times.values()), (trials, found.best)
-        assert found.default_us == 1.63
+        assert found.default_us == 1.41  # lists as long as the picks; of four it would be 1.63
 
 
 @pytest.mark.parametrize("layer", ["groups", "experts"])
