@@ -10,6 +10,7 @@ import torch
 from routing import BACKENDS, COMPILED, DIGITS, EXACT, GRADIENT, assert_close, assert_zero, cotangent, device_of, sweep
 
 import moesaic as mo
+from moesaic.runtime.program import program_of
 
 LN2, LN3 = math.log(2), math.log(3)
 
@@ -317,3 +318,27 @@ def test_losses_under_torch_compile() -> None:
         eager = layer(logits.detach(), token_mask=mask).losses
         assert torch.equal(loss, eager["balance"] + eager["z"])
         assert logits.grad is not None and logits.grad[mask].abs().sum() > 0 and (logits.grad[~mask] == 0).all()
+
+
+# The kernel that finishes ---------------------------------------------------------------------------------------------
+
+
+def test_who_computes_what_follows_sums() -> None:
+    """The first block of a cluster where there are clusters and tiles for one; else whoever is last, by a ticket."""
+
+    def finish(experts: int, target: str = "sm_90a", **losses: object) -> tuple[int, int, bool, bool]:
+        router = mo.Router(experts, 2, losses=losses or {"balance": mo.LoadBalance()}, outputs=("weights",))
+        rows, finish = program_of(router.module("bf16")).executable("forward", target, ()).kernels
+        tickets = {"ticket" in kernel.source for kernel in (rows, finish)}
+        assert len(tickets) == 1  # who sets it to 0, and who counts it up
+        waits = "sync_cluster" in finish.source
+        assert waits == (f"__cluster_dims__({finish.cluster}, 1, 1)" in finish.source)
+        assert finish.emulates_cluster == (finish.cluster > 1)
+        return finish.cluster, finish.blocks, waits, tickets == {True}
+
+    assert finish(128) == (8, 8, True, False)  # 4 tiles of counts, 4 of scores
+    assert finish(129) == (1, 10, False, True)
+    assert finish(128, "sm_80") == (1, 8, False, True)
+    assert finish(7) == (2, 2, True, False)
+    assert finish(7, z=mo.ZLoss()) == (1, 1, True, False)
+    assert finish(7, balance=mo.LoadBalance(segments="batch_first"))[2:] == (False, True)
