@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from routing import device_of
+from routing import COMPILED, device_of
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
@@ -26,7 +26,7 @@ BIASED = mo.MoE(SIGMOID, mo.Experts(E, H, INNER), shared=mo.SharedExpert(20, gat
 LOSSES = {"balance": mo.LoadBalance(coef=0.1), "z": mo.ZLoss(coef=0.01)}
 SOFTMAX = mo.MoE(mo.Router(E, K, renormalize=True, losses=LOSSES), mo.Experts(E, H, INNER))
 
-backends = pytest.mark.parametrize("backend", ["reference", pytest.param("cuda", marks=pytest.mark.gpu)])
+backends = pytest.mark.parametrize("backend", COMPILED)
 
 
 class Block(nn.Module):
@@ -46,10 +46,10 @@ class Block(nn.Module):
 class Model(nn.Module):
     """Two equal layers and one of another kind; gives the last hidden states and the sum of all losses."""
 
-    def __init__(self, backend: str, *, recompute: bool = False, layers: int = LAYERS) -> None:
+    def __init__(self, backend: str, *, recompute: bool = False) -> None:
         super().__init__()
         torch.manual_seed(2)
-        self.blocks = nn.ModuleList(Block(SOFTMAX if i == 1 else BIASED, backend) for i in range(layers))
+        self.blocks = nn.ModuleList(Block(SOFTMAX if i == 1 else BIASED, backend) for i in range(LAYERS))
         self.recompute = recompute
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -101,17 +101,12 @@ def assert_alike(found: Any, wanted: Any) -> None:
 # torch.compile --------------------------------------------------------------------------------------------------------
 
 
-def traced(backend: str) -> int:
-    """How many layers: the formulas of the reference, op by op, take their time."""
-    return 2 if backend == "reference" else LAYERS
-
-
 @backends
 def test_one_graph_for_any_number_of_tokens(backend: str) -> None:
     """Forward and backward of the whole model: nothing breaks, and no number of tokens compiles anew. Inference is a
     graph of its own."""
     device = device_of(backend)
-    model = Model(backend, layers=traced(backend)).to(device)
+    model = Model(backend).to(device)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
     for tokens in (5, 6, 128):
         x = rows(tokens, device)
@@ -128,8 +123,7 @@ def test_one_graph_for_any_number_of_tokens(backend: str) -> None:
 def test_a_tracker_counts_in_one_graph(backend: str) -> None:
     """Also what checkpointing repeats, once; and a second micro-batch finds the graph of the first."""
     device = device_of(backend)
-    layers = traced(backend)
-    model = Model(backend, recompute=True, layers=layers).to(device)
+    model = Model(backend, recompute=True).to(device)
     tracker = mo.nn.LoadTracker(model)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
     found = []
@@ -144,7 +138,7 @@ def test_a_tracker_counts_in_one_graph(backend: str) -> None:
                 *(f"{loss.item():.5f}" for losses in tracker.losses.values() for loss in losses.values()),
             ]
         )
-    assert found[0] == found[1] and found[0][layers] == 2 and sum(found[0][0]) == (7 + 11) * K
+    assert found[0] == found[1] and found[0][LAYERS] == 2 and sum(found[0][0]) == (7 + 11) * K
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
 
@@ -165,8 +159,7 @@ class Inference(nn.Module):
 def test_export_of_inference(backend: str) -> None:
     """The exported program runs any number of tokens, and again from a file; its weights are those of the model."""
     device = device_of(backend)
-    # torch traces into the reference, which takes long.
-    model = Inference(Model(backend, layers=1 if backend == "reference" else LAYERS)).to(device).eval()
+    model = Inference(Model(backend)).to(device).eval()
     with torch.no_grad():
         exported = torch.export.export(model, (rows(7, device),), dynamic_shapes={"x": {0: torch.export.Dim("T")}})
         file = io.BytesIO()
