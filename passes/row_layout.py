@@ -107,7 +107,8 @@ def _demands(op: object) -> list[tuple[Value, str]]:
     """Which operands and results of a collective are rows of experts, and which are picks."""
     if isinstance(op, row.TopK):
         found: list[tuple[Value, str]] = [(op.x, "experts"), (op.values, "picks"), (op.indices, "picks")]
-        per_expert = op.allowed is not None and op.allowed.type.shape == op.x.type.shape
+        of_token = isinstance(op.allowed, OpResult) and isinstance(op.allowed.op, row.Unsqueeze)  # also of one expert
+        per_expert = op.allowed is not None and op.allowed.type.shape == op.x.type.shape and not of_token
         return [*found, (op.allowed, "experts")] if op.allowed is not None and per_expert else found
     if isinstance(op, row.GroupLimit):
         return [(op.x, "experts"), (op.allowed, "experts")]

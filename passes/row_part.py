@@ -30,12 +30,13 @@ def row_part(block: Block) -> set[Op]:
 
 
 def _of_router(block: Block, op: Op) -> bool:
-    """Whether only a router has such an op: sums of rows are others' too, but leave them as a number of the row."""
+    """Whether only a router has such an op: numbers of all tokens are of its losses; sums of rows are others' too, but
+    leave them as a number of the row."""
     if isinstance(op, row.Given):  # a guard in front of a dispatch is part of that
         return not all(isinstance(user, slot.Dispatch) for user in block.users(op.results[0]))
     if isinstance(op, row.Sum):
         return op.x.type.shape[-1] != 1 and _meets(block, op.y, op.x.type)
-    return op.name.startswith(("row.", "col.", "moe."))
+    return op.name.startswith(("row.", "col.", "moe.")) or all(r.type.rank == 0 for r in op.results)
 
 
 def _meets(block: Block, number: Value, rows: TensorType) -> bool:

@@ -27,6 +27,10 @@ IDS = ("any", "any", "here", "repeated", "one", "nobody", "far")
 """Which picks are given: from -1 to E, all of them here, one expert a token, one for all, none here, or far outside."""
 
 
+NARROW = 10000
+"""Seeds from here on have sizes at their ends, see `case`."""
+
+
 @dataclass(frozen=True)
 class Case:
     """A layer and what it is called with.
@@ -202,7 +206,9 @@ def outputs(rng: random.Random, of_layer: bool) -> tuple[str, ...]:
 
 
 def case(seed: int) -> Case:
-    """The case of a seed."""
+    """The case of a seed. From `NARROW` on, those before once more, with a size at one of its ends."""
+    if seed >= NARROW:
+        return replace(_narrowed(case(seed - NARROW), random.Random(seed)), seed=seed)
     rng = random.Random(seed)
     hidden = rng.choice(SIZES)
     kind = rng.choice(["experts"] * 3 + ["router"] * 2 + ["layer"] * 5)
@@ -236,6 +242,24 @@ def case(seed: int) -> Case:
         weights=rng.choice([torch.float32, torch.float32, torch.bfloat16]),
         seed=seed,
     )
+
+
+def _narrowed(given: Case, rng: random.Random) -> Case:
+    """One expert, one pick, a pick of every expert, or rows of one column: where sums are over one number, or nothing
+    is chosen."""
+    declared = given.declared
+    router = declared.router if isinstance(declared, mo.MoE) else declared
+    if not isinstance(router, mo.Router):
+        return replace(given, declared=replace(router, **{rng.choice(["hidden", "intermediate"]): 1}))
+    few = min(router.num_experts, 8)
+    plain: dict[str, Any] = {"groups": None, "groups_kept": None, "zero_experts": 0}
+    narrow = rng.choice([{"num_experts": 1, "top_k": 1}, {"top_k": 1}, {"num_experts": few, "top_k": few}])
+    router = replace(router, **plain, **narrow)
+    if not isinstance(declared, mo.MoE):
+        return replace(given, declared=router)
+    sizes = {"num_experts": min(declared.experts.num_experts, router.num_experts)}
+    sizes |= {name: 1 for name in ("hidden", "intermediate") if rng.random() < 0.3}
+    return replace(given, declared=replace(declared, router=router, experts=replace(declared.experts, **sizes)))
 
 
 # Simpler ones ---------------------------------------------------------------------------------------------------------

@@ -508,8 +508,9 @@ def test_sums_that_meet_their_row_are_a_routers() -> None:
 @pytest.mark.parametrize("inner", [1, INNER])
 def test_one_expert(inner: int, weight_on: str) -> None:
     """Its weights come from no pick, but lie in memory like others; a row of one column is its own sum."""
-    for renormalize in (False, True):
-        router = mo.Router(1, 1, score="sigmoid", renormalize=renormalize)
+    given = {"balance": mo.LoadBalance(num_tokens="given")}  # the gradient of a number of all tokens, and of no row
+    for options in ({}, {"renormalize": True}, {"losses": given}):
+        router = mo.Router(1, 1, score="sigmoid", **options)
         program = program_of(mo.MoE(router, mo.Experts(1, H, inner, weight_on=weight_on)).module(DType.F32))
         for kind in ("forward", "training", "backward"):
             symbols = [k.symbol for k in program.executable(kind, "sm_90a", ()).kernels]

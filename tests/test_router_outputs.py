@@ -284,3 +284,13 @@ def test_every_output_can_be_asked_for_together() -> None:
     for outputs in [OUTPUTS, *itertools.permutations(OUTPUTS, 2)]:
         module = mo.Router(12, 3, outputs=outputs).module()
         assert module.entry.result_names == list(outputs)
+
+
+@pytest.mark.parametrize("backend", COMPILED)
+def test_a_mask_is_no_row_of_one_expert(backend: str) -> None:
+    """[T, 1] both: what is selected by a mask stays a number of the token."""
+    router = mo.compile(mo.Router(1, 1, outputs=("weights", "logsumexp")), backend=backend)
+    logits, mask = torch.linspace(-2, 3, 7)[:, None], torch.arange(7) % 3 > 0
+    result = router(logits.to(device_of(backend)), token_mask=mask.to(device_of(backend)))
+    torch.testing.assert_close(result.logsumexp.cpu(), torch.where(mask, logits[:, 0], 0.0))
+    assert torch.equal(result.weights.cpu(), mask[:, None].float())
