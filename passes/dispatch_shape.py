@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moesaic.ir.ops.launch import Kernel
+from moesaic.passes.clusters import MOST_BLOCKS, has_clusters
 
 _PICKS = 1024  # of a block
 _PICKS_OF_LONG_TABLES = 2048
@@ -14,7 +15,6 @@ _SCAN_THREADS = 1024
 _HISTOGRAMS = 8
 _COUNTERS = 16384  # of 16 bits, in all histograms of a block
 
-_CLUSTER = 8  # blocks: as many as every GPU with clusters can run, if it is no small share of one
 _MOST_CLUSTERS = 16
 _SHARE = 512  # picks of a block
 _PICKS_AT_ONCE = 2048
@@ -92,7 +92,7 @@ class OneLaunchShape:
         while histograms > 1 and histograms * experts > _COUNTERS:
             histograms //= 2
         threads, share, at_once = _CLUSTER_THREADS[tokens], max(1, _SHARE // top_k), max(1, _PICKS_AT_ONCE // top_k)
-        return cls(threads, _CLUSTER, _MOST_CLUSTERS, share, at_once, histograms, _LOADS)
+        return cls(threads, MOST_BLOCKS, _MOST_CLUSTERS, share, at_once, histograms, _LOADS)
 
 
 def in_one_launch(target: str, experts: int) -> bool:
@@ -101,8 +101,7 @@ def in_one_launch(target: str, experts: int) -> bool:
     Each block reads 4 E bytes of every block of its cluster; beyond 2048 experts, these 64 KiB take as long as two more
     launches.
     """
-    capability = int(target.removeprefix("sm_").rstrip("a"))
-    return capability >= 90 and experts <= _CLUSTER_EXPERTS
+    return has_clusters(target) and experts <= _CLUSTER_EXPERTS
 
 
 def dispatch_config(op: Kernel, tokens: str) -> dict[str, str]:

@@ -6,11 +6,10 @@ from moesaic.ir.core import Function, OpResult, Value
 from moesaic.ir.errors import InternalError
 from moesaic.ir.ops.kernel import Ticket
 from moesaic.ir.ops.launch import Alloc, Kernel
+from moesaic.passes.clusters import MOST_BLOCKS, has_clusters
 
 TILE_COLUMNS = 32
 """Columns of a sum that a block of a ``col_finish`` adds up: `kTileColumns` of ``columns.cuh``."""
-
-_MOST_BLOCKS = 8  # of a cluster, on every GPU that has them
 
 
 def tiles_of(columns: int) -> int:
@@ -26,8 +25,7 @@ def cluster_of_finish(op: Kernel, target: str) -> int:
     if len(columns) < len(shapes) or len(op.region.ops) == 1:  # by sequence; nothing is computed from the sums
         return 0
     blocks = sum(map(tiles_of, columns))
-    capability = int(target.removeprefix("sm_").rstrip("a"))
-    return blocks if capability >= 90 and blocks <= _MOST_BLOCKS else 0
+    return blocks if has_clusters(target) and blocks <= MOST_BLOCKS else 0
 
 
 def drop_tickets(function: Function, target: str) -> None:
