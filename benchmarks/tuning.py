@@ -4,6 +4,7 @@
     python benchmarks/tuning.py --out results --only prove             # all candidates of five shapes, against 20
     python benchmarks/tuning.py --out results --only grow --seconds 0  # the whole table; stop and start it at will
     python benchmarks/tuning.py --out results --only grow --layers routers --tokens 65536
+    python benchmarks/tuning.py --out results --only grow --jobs 4     # four compile, one at a time has the card
     python benchmarks/tuning.py --out results --install                # puts the table where the package ships it
     python benchmarks/tuning.py --list                                 # what is tuned, without a GPU
 
@@ -21,7 +22,8 @@ that users run looks for the fastest among the times that were measured, with 20
 
 *Grow*: routers and layers of experts are called, forward and backward, for each number of tokens, and every kernel with
 a choice is searched for with 20 trials. ``<target>-<SMs>.json`` is the table for ``runtime/tuned``, ``grow.txt`` what
-it gains.
+it gains. ``--install`` leaves out what wins less than 3 %, and 10 % where a kernel writes [T, E] for many tokens: then
+bandwidth decides, which cards of one target and as many multiprocessors need not share.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -58,7 +61,7 @@ from moesaic.runtime.tuning.autotune import Session, active, autotune
 from moesaic.runtime.tuning.bench import KernelBench, Timers
 from moesaic.runtime.tuning.journal import Journal
 from moesaic.runtime.tuning.search import Built, Search, Trial, key_of
-from moesaic.runtime.tuning.tables import SHIPPED, CardName, Table, Tables
+from moesaic.runtime.tuning.tables import SHIPPED, CardName, Entry, Table, Tables
 from moesaic.runtime.tuning.tuner import Settings, Tuned, Watch
 
 TRIALS = 20
@@ -69,18 +72,24 @@ _AGAIN = 75  # exit code of a process that is to be started again
 ALLOWED = 0.05
 """How much slower the best of 20 may be than the best of all."""
 
+WORTH_SHIPPING = 0.03
+"""What an entry of the shipped table wins at least, of the rule's time."""
+
+WORTH_SHIPPING_OF_BYTES = 0.10
+"""The same where bandwidth decides."""
+
 Layer = Callable[[], CompiledLayer]
 
 
 @dataclass(frozen=True)
 class Work:
-    """A layer, the numbers of tokens it is tuned for, and whether it is worth it first."""
+    """A layer and the numbers of tokens it is tuned for; of those of the same `sizes` one process has all."""
 
     name: str
     group: str
+    sizes: str
     make: Layer
     tokens: tuple[int, ...]
-    dtype: str
 
 
 @dataclass(frozen=True)
@@ -128,16 +137,29 @@ def work() -> Iterator[Work]:
         for e, k, options in timed:
             for outputs in (("weights", "indices", "counts"), DENSE):
                 name = f"router {e}x{k}{' groups' if options else ''}{' dense' if outputs is DENSE else ''}"
-                yield Work(name, "routers", router(e, k, outputs=outputs, **options), tokens, "bf16")
+                yield Work(name, "routers", f"{e}x{k}", router(e, k, outputs=outputs, **options), tokens)
         for case in EXPERTS:
             of_experts = (16384,) if tokens == many[:1] else (4096, 512)
-            yield Work(f"experts {case.name}", "experts", experts(case.name), of_experts, "bf16")
+            yield Work(f"experts {case.name}", "experts", case.name, experts(case.name), of_experts)
     for e, k in ((896, 16), (384, 8), (160, 6), (128, 4), (64, 8), (60, 4), (32, 4), (16, 1)):
-        yield Work(f"router {e}x{k}", "routers", router(e, k), many, "bf16")
-    for name, arguments in PRESETS.items():
-        if "num_experts" in arguments and "top_k" in arguments:
-            for dtype in ("bf16", "fp32"):
-                yield Work(f"preset {name} {dtype}", "presets", _preset(name, dtype), many, dtype)
+        yield Work(f"router {e}x{k}", "routers", f"{e}x{k}", router(e, k), many)
+    for dtype in ("bf16", "fp32"):
+        for name, arguments in PRESETS.items():
+            if "num_experts" in arguments and "top_k" in arguments:
+                sizes = f"{arguments['num_experts']}x{arguments['top_k']}"
+                yield Work(f"preset {name} {dtype}", "presets", sizes, _preset(name, dtype), many)
+
+
+def shares(found: Sequence[Work], jobs: int) -> list[list[Work]]:
+    """The work of each of so many processes: about equally much, in order, and kernels that are alike in one."""
+    amounts: dict[str, int] = {}
+    for one in found:
+        amounts[one.sizes] = amounts.get(one.sizes, 0) + len(one.tokens)
+    loads, owners = [0] * jobs, {}
+    for sizes in sorted(amounts, key=lambda s: -amounts[s]):
+        owners[sizes] = loads.index(min(loads))
+        loads[owners[sizes]] += amounts[sizes]
+    return [[one for one in found if owners[one.sizes] == job] for job in range(jobs)]
 
 
 def _preset(name: str, dtype: str) -> Layer:
@@ -366,9 +388,8 @@ def grow(args: argparse.Namespace, out: Path, tables: Tables, deadline: float) -
     """Tunes layer after layer; gives how many failed."""
     failed, journal = 0, Journal(out / "grow.jsonl")
     common = Table(out / f"{replace(tables.card, device='').stem}.json", replace(tables.card, device=""))
-    for one in work():
-        if args.layers and one.group not in args.layers:
-            continue
+    wanted = [one for one in work() if not args.layers or one.group in args.layers]
+    for one in shares(wanted, args.jobs)[args.child]:
         for tokens in one.tokens:
             if args.tokens and tokens not in args.tokens:
                 continue
@@ -396,9 +417,10 @@ def grow(args: argparse.Namespace, out: Path, tables: Tables, deadline: float) -
             for tuned in found.tuned:
                 if tuned.found is not None:
                     print(f"  {_gain(tuned)}", flush=True)
-            common.entries = dict(tables.user.entries)
-            common.path.write_text(common.text(about()), encoding="utf-8")
-            (out / "grow.txt").write_text(table_of(common.entries) + "\n", encoding="utf-8")
+            common.add(tables.user.entries, about())
+            listed = out / f".grow-{args.child}.txt"
+            listed.write_text(table_of(common.entries) + "\n", encoding="utf-8")
+            listed.replace(out / "grow.txt")
         torch.cuda.empty_cache()
     return failed
 
@@ -440,14 +462,15 @@ def about() -> dict[str, str]:
     }
 
 
-def supervise(arguments: Sequence[str], seconds: float) -> int:
-    """Does the work in a process beside, which is started again where a candidate ended it."""
+def supervise(arguments: Sequence[str], seconds: float, job: int) -> int:
+    """Does a share of the work in a process beside, which is started again where a candidate ended it."""
     start = time.monotonic()
     for _ in range(_MOST_RESTARTS):
         left = seconds - (time.monotonic() - start)
         if seconds and left < 5:
             break
-        command = [sys.executable, __file__, *arguments, "--child", *(["--seconds", f"{left:.0f}"] if seconds else [])]
+        command = [sys.executable, __file__, *arguments, "--child", str(job)]
+        command += ["--seconds", f"{left:.0f}"] if seconds else []
         code = subprocess.run(command, check=False).returncode
         if code != _AGAIN and code >= 0:
             return code
@@ -455,8 +478,16 @@ def supervise(arguments: Sequence[str], seconds: float) -> int:
     return 1
 
 
+def worth_shipping(key: KernelKey, entry: Entry) -> bool:
+    """Whether an entry wins enough on this card to be right for others."""
+    _, _, written = key.operands.partition(" -> ")
+    streams = key.tokens.startswith(">") and any(kind.startswith(f"Tx{key.experts}x") for kind in written.split())
+    least = WORTH_SHIPPING_OF_BYTES if streams and key.template == "row_program" else WORTH_SHIPPING
+    return entry.us <= (1 - least) * entry.default_us
+
+
 def install(path: Path) -> None:
-    """Adds the entries of a table for all cards of a target to the shipped one."""
+    """Adds the entries of a table for all cards of a target to the shipped one, as far as they win enough."""
     head = json.loads(path.read_text(encoding="utf-8"))["environment"]
     if "device" in head:  # the user's table of the same run
         return
@@ -464,7 +495,7 @@ def install(path: Path) -> None:
     found = Table.load(path, card)
     shipped = Table.load(SHIPPED / path.name, card)
     before = len(shipped.entries)
-    shipped.entries |= found.entries
+    shipped.entries |= {key: entry for key, entry in found.entries.items() if worth_shipping(key, entry)}
     SHIPPED.mkdir(exist_ok=True)
     others = {n: v for n, v in head.items() if n not in asdict(card)}
     shipped.path.write_text(shipped.text(others), encoding="utf-8")
@@ -489,11 +520,16 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     p.add_argument(
         "--budget", type=float, default=60.0, help="seconds for a layer and a T (grow; default: %(default)s)"
     )
-    p.add_argument("--workers", type=int, default=os.cpu_count(), help="processes that compile (default: one a core)")
-    p.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    p.add_argument("--jobs", type=int, default=1, help="layers at a time (grow; default: %(default)s)")
+    p.add_argument("--workers", type=int, help="processes that compile, of each job (default: one a core in all)")
+    p.add_argument("--child", type=int, metavar="JOB", help=argparse.SUPPRESS)
     p.add_argument("--install", action="store_true", help="copy the table into the package, and do nothing else")
     p.add_argument("--list", action="store_true", help="print what is tuned, and do nothing else")
-    return p.parse_args(arguments)
+    args = p.parse_args(arguments)
+    if args.jobs < 1:
+        p.error("--jobs: expected 1 or more")
+    args.workers = args.workers or max(1, (os.cpu_count() or 1) // args.jobs)
+    return args
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -510,8 +546,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available():
         say("no GPU: only --list and --install work here")
         return 3
-    if not args.child:
-        return supervise([*(sys.argv[1:] if arguments is None else arguments)], args.seconds)
+    if args.child is None:
+        given = [*(sys.argv[1:] if arguments is None else arguments)]
+        with ThreadPoolExecutor(args.jobs) as jobs:
+            return max(jobs.map(lambda job: supervise(given, args.seconds, job), range(args.jobs)))
     start = time.monotonic()
     deadline = start + args.seconds if args.seconds else math.inf
     args.out.mkdir(parents=True, exist_ok=True)
@@ -520,7 +558,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     runner = RUNNERS["cuda"]
     tables = runner.tables = Tables(card, args.out / f"{card.stem}.json", args.out / "none.json")
     bad = 0
-    if args.only != "grow":
+    if args.only != "grow" and args.child == 0:
         until = deadline if args.only else start + 0.5 * args.seconds if args.seconds else math.inf
         proofs = [p for p in PROOFS if not args.shapes or any(s in p.name for s in args.shapes)]
         runner.tables = Tables(card, args.out / "prove-table.json", args.out / "none.json")

@@ -1,4 +1,5 @@
-"""Who may compile when: one thread a key, one process a key, and a bound on all compiles of this host.
+"""Who may compile when: one thread a key, one process a key, and a bound on all compiles of this host. And who may time
+a card: one process.
 
 Locks between processes are locks of the operating system on files: they end with their holder, however it ends.
 """
@@ -26,8 +27,12 @@ if TYPE_CHECKING:
 SLOT_SECONDS = 300.0
 """How long a compile waits for its turn before it starts without one."""
 
+TURN_SECONDS = 120.0
+"""How long a process waits for its turn at a card before it times there beside another."""
+
 _BYTES_PER_COMPILE = 1 << 30  # a host compiler reading the CUDA headers stays below half of it
 _SLOT_POLL_SECONDS = (0.01, 0.1)  # first and longest pause
+_TURN_POLL_SECONDS = 0.002  # a turn lasts some 30 ms
 
 _log = logging.getLogger("moesaic.cache")
 
@@ -55,13 +60,13 @@ class KeyedLocks:
                     del self._locks[key]
 
 
-def acquire(path: Path, seconds: float) -> BaseFileLock | None:
+def acquire(path: Path, seconds: float, poll: float = 0.05) -> BaseFileLock | None:
     """The lock of a file, held; None if another holds it all the time. Raises `OSError` if files cannot be locked."""
     from filelock import FileLock, Timeout
 
     lock = FileLock(path, timeout=seconds)
     try:
-        lock.acquire()
+        lock.acquire(poll_interval=poll)
     except Timeout:
         return None
     except NotImplementedError as error:  # a file system without locks
@@ -95,6 +100,29 @@ def compile_slot() -> Iterator[None]:
         yield
     finally:
         _this_thread.compiles = False
+        if lock is not None:
+            lock.release()
+
+
+@contextmanager
+def card_turn(card: str) -> Iterator[None]:
+    """A card of this host, for as long as the context lasts: what times kernels there takes turns with other processes.
+
+    A turn that does not come in `TURN_SECONDS`, or cannot be asked for, is done without.
+
+    Args:
+        card: what names it, in letters, digits and dashes.
+    """
+    lock = None
+    try:
+        lock = acquire(_slots_folder() / f"card-{card}.lock", TURN_SECONDS, _TURN_POLL_SECONDS)
+        if lock is None:
+            _log.warning("card %s was busy for %g s; timing beside whatever runs there", card, TURN_SECONDS)
+    except OSError as error:
+        _log.info("other processes may time card %s, too: %s", card, error)
+    try:
+        yield
+    finally:
         if lock is not None:
             lock.release()
 

@@ -372,6 +372,12 @@ def test_what_is_tuned_and_proven(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     sizes = {(layer._declared.num_experts, layer._declared.top_k) for layer in made}
     assert {(8, 2), (64, 6), (128, 8), (256, 8), (512, 10), (896, 16)} <= sizes
     assert len(tuning.PROOFS) == 5
+    for jobs in (1, 3, 200):
+        parts = tuning.shares(layers, jobs)
+        assert sorted(one.name for part in parts for one in part) == sorted(one.name for one in layers)
+        owners = {(one.sizes, job) for job, part in enumerate(parts) for one in part}
+        assert len(owners) == len({one.sizes for one in layers}), "kernels that are alike are tuned by one process"
+        assert jobs == 200 or max(map(len, parts)) < len(layers) / jobs + 20
 
     candidates = [({"n": str(n)}, 10.0) for n in range(30)]
     trials = [Trial(p, e, 10.0 - 0.1 * n, "timed") for n, (p, e) in enumerate(candidates)]
@@ -385,8 +391,22 @@ def test_what_is_tuned_and_proven(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     entry, card = Entry({"lanes": "2"}, 8.0, 10.0, 4096, 20, 300), CardName("sm_90a", 132)
     monkeypatch.setattr(tuning, "SHIPPED", tmp_path / "tuned")
     out = tmp_path / "out"
+    many = replace(KEY, operands="Tx8xbf16 -> Tx8xbf16 Tx8xu8", tokens=">16384")
+    kept = {  # by its gain, in percent
+        KEY: (2.9, 3.0),
+        many: (9.9, 10.0),
+        replace(many, tokens="<=16384"): (2.9, 3.0),
+        replace(many, operands="Tx8xbf16 -> Tx2xf32"): (2.9, 3.0),
+    }
+    for key, (little, enough) in kept.items():
+        assert not tuning.worth_shipping(key, replace(entry, us=10 - little / 10))
+        assert tuning.worth_shipping(key, replace(entry, us=10 - enough / 10))
     for experts in (8, 9):
-        Table(out / "sm_90a-132.json", card).add({replace(KEY, experts=experts): entry}, {"gpu": "H100"})
+        found_now = {
+            replace(KEY, experts=experts): entry,
+            replace(KEY, experts=experts + 10): replace(entry, us=9.9),
+        }
+        Table(out / "sm_90a-132.json", card).add(found_now, {"gpu": "H100"})
         Table(out / "sm_90a-132-h100.json", replace(card, device="H100")).add({KEY: entry})
         assert tuning.main(["--out", str(out), "--install"]) == 0
         (out / "sm_90a-132.json").unlink()

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -233,6 +234,37 @@ def test_a_place_that_never_comes_free_is_done_without(
     assert isinstance(stored, Stored) and stored.folder is not None
     [line] = lines()
     assert "no place" in line
+
+
+def test_one_process_at_a_time_times_a_card(
+    monkeypatch: pytest.MonkeyPatch, lines: Callable[[], list[str]], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    code = textwrap.dedent("""
+        import sys
+        from moesaic.runtime import locks
+        with locks.card_turn("GPU-1"):
+            print("mine", flush=True)
+            sys.stdin.readline()
+    """)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    environ = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", code], env=environ, **pipes) as other:  # type: ignore[call-overload]
+        assert other.stdout.readline() == "mine\n"
+        with locks.card_turn("GPU-2"):
+            pass
+        assert not lines()
+        monkeypatch.setattr(locks, "TURN_SECONDS", 0.1)
+        with locks.card_turn("GPU-1"):
+            pass
+        assert "GPU-1 was busy" in lines()[0]
+        monkeypatch.setattr(locks, "TURN_SECONDS", 30.0)
+        timer = threading.Timer(0.2, lambda: other.communicate("\n"))
+        timer.start()
+        with locks.card_turn("GPU-1"):
+            timer.join()
+            assert other.poll() == 0, "it had ended before"
+        assert not lines()
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOLCK, "no locks"), OSError(errno.ENOSPC, "full")])

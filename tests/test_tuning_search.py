@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -110,6 +111,23 @@ def test_what_may_win() -> None:
     assert bench.checked[0] == 0, "the others are held against the rule's results"
     assert 2 not in bench.checked and 2 not in bench.bursts, "what runs alike is not run again"
     assert len(bench.bursts[4]) == 1 < len(bench.bursts[5]), "losers are given up after the first burst"
+
+
+def test_a_card_is_timed_in_turn_with_other_processes() -> None:
+    """What runs on the card has a turn, each trial its own, and the end one; compilers have none."""
+    bench = Lab({0: 10.0, 1: 9.0, 2: 8.0})
+    turns: list[str] = []
+
+    @contextmanager
+    def turn() -> Iterator[None]:
+        begun = (len(bench.built), len(bench.checked), sum(map(len, bench.bursts.values())))
+        yield
+        ended = (len(bench.built), len(bench.checked), sum(map(len, bench.bursts.values())))
+        turns.append(f"{ended[0] - begun[0]} {ended[1] - begun[1]} {ended[2] > begun[2]}")
+
+    search(bench, batch=2, turn=turn).run()
+    assert turns == ["0 1 True"] * 3 + ["0 0 True"]
+    assert len(bench.checked) == 3
 
 
 def test_a_small_gain_is_none() -> None:

@@ -7,6 +7,7 @@ any candidate for any of the kernels can be run on them, in any order.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -41,9 +42,17 @@ class Recording:
         executable: as the rule configures it.
         sets: the inputs of the function, one sequence a set.
         runner, device: what runs it.
+        turn: what it runs in, see `Search`.
     """
 
-    def __init__(self, executable: Executable, sets: Sequence[Tensors], runner: Runner, device: torch.device) -> None:
+    def __init__(
+        self,
+        executable: Executable,
+        sets: Sequence[Tensors],
+        runner: Runner,
+        device: torch.device,
+        turn: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self.runner = runner
         self.device = device
         # No buffer takes over the memory of another: operands stay as they were.
@@ -54,9 +63,10 @@ class Recording:
         loaded: list[Loaded] = [_Watched(runner.load(k, device), seen) for k in executable.kernels]
         prepared = Prepared(self.executable, loaded, runner, device)
         self.operands: list[list[torch.Tensor]] = []
-        for inputs in sets:
-            runner.enter(prepared, inputs, self.index)
-            self.operands.append(list(seen.tensors))
+        with turn():
+            for inputs in sets:
+                runner.enter(prepared, inputs, self.index)
+                self.operands.append(list(seen.tensors))
 
     @property
     def index(self) -> int:

@@ -9,6 +9,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -117,6 +118,7 @@ class Search:
         known: trials of a search that was cut off, by `key_of` their points. What had begun and never ended is not
             tried again.
         note: is told of each trial that begins and ends.
+        turn: what a trial, and what is timed at the end, happens in: a card's times are of one process at a time.
         now: a clock, in seconds.
     """
 
@@ -129,6 +131,7 @@ class Search:
     stop_losers: bool = True
     known: Mapping[str, Trial] = field(default_factory=dict)
     note: Callable[[Trial], None] = lambda trial: None
+    turn: Callable[[], AbstractContextManager[None]] = nullcontext
     now: Callable[[], float] = time.monotonic
 
     def run(self) -> Found:
@@ -164,7 +167,8 @@ class Search:
             for (point, estimate), built in zip(fresh, self.build([p for p, _ in fresh]), strict=True):
                 if self.seconds and not first and self.now() - start > self.seconds * (1 - _KEPT_FOR_THE_END):
                     return "time"
-                self._try(Trial(point, estimate), built, required=first)
+                with self.turn():
+                    self._try(Trial(point, estimate), built, required=first)
             first = False
         return "all"
 
@@ -275,8 +279,9 @@ class Search:
                 self._built[key_of(point)] = built
         late = self.seconds and self.now() - start > self.seconds
         if not late and all(k in self._built for k in entrants):
-            timers = {k: self.bench.timer(self._built[k].kernel) for k in entrants}
-            times = {k: t.us for k, t in in_turn(timers, _LAST_MS).items()}
+            with self.turn():
+                timers = {k: self.bench.timer(self._built[k].kernel) for k in entrants}
+                times = {k: t.us for k, t in in_turn(timers, _LAST_MS).items()}
         else:
             times = {key_of(t.point): t.us or math.inf for t in (rule, *near)}
         default_us = times[key_of(default)]

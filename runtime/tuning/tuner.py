@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,7 +24,7 @@ from moesaic.passes.cost_model import floor_us, ordered
 from moesaic.passes.kernel_key import KernelKey
 from moesaic.passes.space import Point, Space
 from moesaic.passes.specialize import point_text
-from moesaic.runtime import cache, token_buckets
+from moesaic.runtime import cache, locks, token_buckets
 from moesaic.runtime.execute import Runner, alignments, tokens_of
 from moesaic.runtime.graph_timer import sets_for
 from moesaic.runtime.program import Program
@@ -159,7 +161,8 @@ def tune(
             wanted.append(one)
     if not wanted:
         return results
-    recording = Recording(executable, _sets(inputs, executable.plan, load, device), runner, device)
+    turn = _turn_at(device)
+    recording = Recording(executable, _sets(inputs, executable.plan, load, device), runner, device, turn)
     timers = settings.timers or graph_timers()
     with Compilers(target, workers_allowed(settings.workers)) as compilers:
         for number, one in enumerate(wanted):
@@ -179,6 +182,7 @@ def tune(
                 stop_losers=settings.stop_losers,
                 known=settings.journal.known(one.key) if settings.journal else {},
                 note=_note(settings, one.key),
+                turn=turn,
             )
             settings.watch.searching(search)
             outcome = search.run()
@@ -212,6 +216,14 @@ def about_here(target: Target) -> dict[str, Any]:
     from moesaic.codegen import nvrtc
 
     return {"moesaic": __version__, "nvrtc": ".".join(map(str, nvrtc.nvrtc_version()))}
+
+
+def _turn_at(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
+    """The context in which this process alone times a device."""
+    if device.type != "cuda":
+        return nullcontext
+    name = str(getattr(torch.cuda.get_device_properties(device), "uuid", device.index))
+    return partial(locks.card_turn, re.sub(r"[^A-Za-z0-9-]", "", name))
 
 
 def _batch(trials: int, workers: int) -> int:
