@@ -389,6 +389,7 @@ def grow(args: argparse.Namespace, out: Path, tables: Tables, deadline: float) -
     failed, journal = 0, Journal(out / "grow.jsonl")
     common = Table(out / f"{replace(tables.card, device='').stem}.json", replace(tables.card, device=""))
     wanted = [one for one in work() if not args.layers or one.group in args.layers]
+    wanted = [one for one in wanted if not args.shapes or any(s in one.name for s in args.shapes)]
     for one in shares(wanted, args.jobs)[args.child]:
         for tokens in one.tokens:
             if args.tokens and tokens not in args.tokens:
@@ -516,7 +517,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     p.add_argument("--only", choices=("prove", "grow"), help="one of the two parts")
     p.add_argument("--layers", type=lambda t: t.split(","), help="of routers, experts, presets (grow)")
     p.add_argument("--tokens", type=lambda t: [int(n) for n in t.split(",")], help="only these (grow)")
-    p.add_argument("--shapes", type=lambda t: t.split(","), help="only proofs with one of these in their name")
+    p.add_argument("--shapes", type=lambda t: t.split(","), help="only what has one of these in its name")
     p.add_argument(
         "--budget", type=float, default=60.0, help="seconds for a layer and a T (grow; default: %(default)s)"
     )

@@ -36,15 +36,20 @@ _SHARED_LIMIT = 48 * 1024  # static shared memory of a block, on every target
 _WARP = 32
 _WARP_EXPERTS = 1024  # longer rows are spread over a block
 # Values of a row a lane should hold: many, since fewer lanes then talk, as far as registers allow. Ranking float32
-# scores takes more registers a value than ranking 16-bit logits; few tokens need more lanes to fill a GPU.
+# scores beside dense results takes more registers. Few tokens need more lanes to fill a GPU. So do short rows where
+# [T, E] is read or written: a warp's lanes would be at too many rows at once for the memory.
 _SLOTS = 32
-_SLOTS_OF_WIDE_RANKS = 16
+_SLOTS_OF_SHORT_ROWS = 16
+_SLOTS_OF_FEW = {"short": 8, "long": 16}
+_SHORT_ROW = {"few": 32, "many": 64}
+_NARROW_RANKS = 128  # columns; shorter rows of float32 ranks leave too few lanes busy
 _LANES_OF_FEW = 16
 _BLOCK_SLOTS = {"few": 16, "many": 24}  # live ones; registers for 24 leave room for 20 warps or so
 _BLOCK_LANES = (64, 512)  # twice as many leave 64 registers a thread, too few for 16 slots
 _USUAL_LANES = 128  # of a block
+_LONG_ROW_OF_FEW = 256  # columns from which on a block of few tokens has more threads; half as many where it is compact
 _LONG_ROW = 512  # columns: longer ones have few lanes to spare
-_RARE_MISS = 1 / 256  # of warps, that select again: few tokens are hundreds of warps
+_RARE_MISS = 1 / 8192  # of warps, that select again: few tokens are hundreds of warps, and the slowest one decides
 _LISTED_PICKS = 8  # so few are always merged from lists or found by rounds
 _MERGED_PICKS = 16  # so few are, unless ranks are wide and the row is long
 _SORTED_EXPERTS = 128  # rows so short are sorted for many picks
@@ -211,7 +216,14 @@ class Specialize(Pass):
         grouped = _width(op.region, layouts) == 2 and any(
             isinstance(o, row.GroupLimit) and _groups_in_lanes(o, experts, vec, few_lanes) for o in op.region.ops
         )
-        slots = _SLOTS_OF_WIDE_RANKS if (wide and not grouped) or self.tokens == "few" else _SLOTS
+        dense = any(layouts[v].kind == "experts" for v in op.region.terminator.operands if v in layouts)
+        short = chunks * vec <= _SHORT_ROW[self.tokens]
+        if self.tokens == "few":
+            slots = _SLOTS_OF_FEW["short" if short else "long"]
+        elif dense:
+            slots = _SLOTS_OF_SHORT_ROWS if short or (wide and not grouped) else _SLOTS
+        else:
+            slots = _SLOTS_OF_SHORT_ROWS if wide and not grouped and experts < _NARROW_RANKS else _SLOTS
         picks = max((x.columns for x in layouts.values() if x.kind == "picks"), default=1)
         selections = [o for o in op.region.ops if isinstance(o, row.TopK)]
         lanes = self.lanes or min(_WARP, chunks, max(1, chunks * vec // slots, _power_of_two(picks) // _PICKS_A_LANE))
@@ -241,8 +253,8 @@ class Specialize(Pass):
             way, listed = _selection(most, experts, -(-chunks // lanes) * vec, lanes, self.listed)
             select["select"] = self.select or way
             if select["select"] == "merge":
-                if self.tokens == "few" and not self.listed and _misses_show(op.region, most, listed, lanes):
-                    listed = _power_of_two(most.k)
+                while self.tokens == "few" and not self.listed and _misses_show(op.region, most, listed, lanes):
+                    listed *= 2
                 select["listed"] = str(listed)
             if (block and select["select"] == "merge") or (lanes < _WARP and select["select"] == "radix"):
                 raise UsageError(
@@ -254,9 +266,9 @@ class Specialize(Pass):
             in_lanes = all(_groups_in_lanes(o, experts, vec, lanes) for o in limits)
             select["groups"] = "block" if block else "lanes" if in_lanes else "shared"
         columns = [o for o in op.region.ops if isinstance(o, col.ColumnReduction)]
-        threads = self.threads or (64 if self.tokens == "few" else 128)
+        broad = experts >= (_LONG_ROW_OF_FEW if dense else _LONG_ROW_OF_FEW // 2)
+        threads = self.threads or (64 if self.tokens == "few" and not (selections and broad) else 128)
         per_token = _shared_bytes_per_token(op.region, experts, vec, lanes, select)
-        dense = any(layouts[v].kind == "experts" for v in op.region.terminator.operands if v in layouts)
         sums = [o for o in columns if isinstance(o, col.Sum)]
         if block:  # a lane is the only one with its columns: what is summed over tokens needs no shared memory
             threads = lanes
@@ -277,11 +289,14 @@ class Specialize(Pass):
         rows = [a for a in op.region.arguments if layouts[a].kind == "experts"]
         # A dense result keeps memory busy with stores, behind which the next row's loads would wait.
         wanted = dense and len(rows) == 1 and experts in _PREFETCH_EXPERTS and not wide and self.tokens == "many"
+        many = threads == 128 and self.tokens == "many"
+        bounded = grouped and many and experts <= 256 and not sums
+        # A short call of a kernel that only selects begins with its loads, ahead of all that is computed for them.
+        wanted |= self.tokens == "few" and bool(selections) and not (dense or wide or limits or block)
         wanted = wanted and not segments_of(op.region)  # the next token of a sequence may lie far away
-        bounded = grouped and threads == 128 and experts <= 256 and not sums
         prefetch = self.prefetch or ("on" if wanted else "off")
         resident = _RESIDENT_WITH_GROUPS if bounded else 1
-        if select.get("select") == "merge" and not (wide or dense or limits or sums) and threads == 128 and vec > 1:
+        if select.get("select") == "merge" and not (wide or dense or limits or sums) and many and vec > 1:
             resident = _RESIDENT_WHERE_COMPACT
         one_row = [layouts[a].kind for a in op.region.arguments] == ["experts"]
         spare = -(-experts // (vec * lanes)) * vec <= _BOUNDED_SLOTS and picks <= _BOUNDED_PICKS and not limits
@@ -434,7 +449,7 @@ def _selection(op: row.TopK, experts: int, slots: int, lanes: int, listed: int) 
         return "radix", best
     if picks > _SCANNED_PICKS:
         return "sort", best
-    merge = costs.get(best, 0.0) + (0 if packed else 4 * slots + 60)
+    merge = costs.get(best, 0.0) + (0 if packed else 4 * slots + 80)
     rounds = picks * ((4 if packed else 7) * slots + (4 if packed else 10) * steps)
     return ("merge" if full <= 16 and merge <= rounds else "rounds"), best
 

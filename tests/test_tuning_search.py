@@ -233,7 +233,7 @@ def test_few_tokens() -> None:
     for trials in (16, 20, 24):
         found = Search(candidates, bench.build, bench, most_trials=trials).run()
         assert found.us <= 1.03 * min(times.values()), (trials, found.best)
-        assert found.default_us == 1.41  # lists as long as the picks; of four it would be 1.63
+        assert found.default_us == 1.27  # not ahead of its time 1.41, with lists of four 1.63
 
 
 @pytest.mark.parametrize("layer", ["groups", "experts"])
