@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from moesaic.codegen import col_finish, combine, dispatch, product, row_program, slot_rows, to_picks, wgrad
+from moesaic.codegen import (
+    col_finish,
+    combine,
+    dispatch,
+    product,
+    row_program,
+    slot_rows,
+    sum_parts,
+    to_picks,
+    wgrad,
+)
 from moesaic.codegen.kernel import GeneratedKernel
 from moesaic.ir.core import Function
 from moesaic.ir.ops.launch import Kernel
@@ -16,6 +26,7 @@ FAMILIES = {
     "dispatch_scatter": dispatch.generate_scatter,
     "product": product.generate,
     "wgrad": wgrad.generate,
+    "sum_parts": sum_parts.generate,
     "combine": combine.generate,
     "to_picks": to_picks.generate,
     "slot_rows": slot_rows.generate,

@@ -84,5 +84,6 @@ def short_name(value: Value) -> str:
             "scatter": "spread",
             "combine": "combined",
             "to_picks": "of_pick",
+            "sum_parts": "total",
         }.get(value.op.name.split(".")[1], value.op.name.split(".")[1])
     return "x"

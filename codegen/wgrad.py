@@ -1,7 +1,8 @@
 """The gradient of a weight: from a ``launch.kernel`` of that template to CUDA text.
 
 Persistent blocks go over the tiles of every expert's matrix; the sum of a tile is over the expert's rows, so that an
-expert without any writes zeros at once. Sums of an operand's rows, the gradient of a bias, are taken by the blocks
+expert without any writes zeros at once. Parts of the sum over all tokens are handled as experts are, with the rows that
+``parts.cuh`` gives each. Sums of an operand's rows, the gradient of a bias, are taken by the blocks
 that have the first tile beside them, from rows that lie in the cache. Where the tile has warps of its own that fetch
 (``fetching.py``), these go over the same tiles.
 """
@@ -22,7 +23,7 @@ from moesaic.ir.core import BlockArgument, OpResult, Value
 from moesaic.ir.errors import InternalError, UnsupportedError
 from moesaic.ir.ops import math, slot
 from moesaic.ir.ops.launch import Kernel
-from moesaic.passes.product_shape import Lines, ProductShape
+from moesaic.passes.product_shape import Lines, ProductShape, pairs_lie_beside
 
 
 def generate(op: Kernel) -> GeneratedKernel:
@@ -37,22 +38,26 @@ def generate(op: Kernel) -> GeneratedKernel:
 class _Emitter:
     def __init__(self, op: Kernel) -> None:
         self.op = op
-        self.parameters = Parameters(op, TILE_NAMES)
+        self.parameters = Parameters(op, (*TILE_NAMES, "part", "rows_of_part"))
         self.region = self.parameters.region
         self.shape = ProductShape.parse(op.configuration)
         target = check_target(op, self.shape)
-        wgrads = [o for o in self.region.ops if isinstance(o, slot.GroupedWgrad | slot.Wgrad)]
+        wgrads = [o for o in self.region.ops if isinstance(o, slot.Outer)]
         if len(wgrads) != 1:
             raise InternalError(f"{op.symbol}: expected one gradient of a weight in the region, found {len(wgrads)}")
         self.wgrad = wgrads[0]
+        self.y = self.wgrad.result
         self.grouped = isinstance(self.wgrad, slot.GroupedWgrad)
+        self.parts = self.wgrad.parts if isinstance(self.wgrad, slot.WgradParts) else 0
+        # What there is a matrix for, and how many.
+        self.of, self.matrices = ("part", "kParts") if self.parts else ("expert", "kExperts")
         self.sums = [o for o in self.region.ops if isinstance(o, slot.ExpertSums)]
         self.fetched = self._ways()
         self.pair = 2 if Fetch.SHARED in self.fetched else 1
         size = self.wgrad.a.type.dtype.bytes
         self.left, self.right = (Lines(True, self._aligned(value, size)) for value in (self.wgrad.a, self.wgrad.b))
         self.tile_bytes = self.shape.shared_bytes(size, 1, self.left, self.right)
-        value, _, onto = self._after(self.wgrad.y, "")
+        value, _, onto = self._after(self.y, "")
         self.index = op.reads + self.region.terminator.operands.index(value)
         self.staging: Staging | None = None
         if onto is None:
@@ -68,7 +73,7 @@ class _Emitter:
             {
                 "banner": banner(self.op, "the gradient of a weight: sums over rows of outer products"),
                 "symbol": self.op.symbol,
-                "headers": [self.shape.header, "epilogue.cuh"],
+                "headers": [self.shape.header, "epilogue.cuh", *(["parts.cuh"] if self.parts else [])],
                 "bounds": self.shape.bounds,
                 "cluster": self.pair,
                 "constants": self._constants(),
@@ -96,10 +101,10 @@ class _Emitter:
         )
 
     def _constants(self) -> list[Line]:
-        experts = self.wgrad.y.type.shape[0] if self.grouped else 1
+        matrices = self.y.type.shape[0] if self.grouped or self.parts else 1
         return [
             Line("kThreads", str(self.shape.threads)),
-            Line("kExperts", str(experts)),
+            Line(self.matrices, str(matrices), why="of the sum over tokens" if self.parts else ""),
             Line("kRows", str(columns_of(self.wgrad.a)), why="of each matrix"),
             Line("kColumns", str(columns_of(self.wgrad.b))),
             Line("kTileRows", str(self.shape.rows)),
@@ -110,7 +115,8 @@ class _Emitter:
 
     def _ways(self) -> tuple[Fetch, Fetch]:
         """How the operands are fetched: rows that follow one another by the copy engine, those of one operand at most
-        where they are an expert's, for the last step of it has to be fetched line by line."""
+        where they are an expert's, for the last step of it has to be fetched line by line. Of a part of all tokens, the
+        last step ends where the operand ends, or is a whole one."""
         if not self.shape.fetches:
             return Fetch.LINES, Fetch.LINES
         left, right = (
@@ -118,7 +124,8 @@ class _Emitter:
             for v in (self.wgrad.a, self.wgrad.b)
         )
         if left and right and not self.grouped:
-            return Fetch.BOXES, Fetch.SHARED
+            beside = pairs_lie_beside(*self.shape.tiles_of_matrix(*self.wgrad.sizes()))
+            return (Fetch.SHARED, Fetch.BOXES) if beside else (Fetch.BOXES, Fetch.SHARED)
         if right:
             return Fetch.LINES, Fetch.SHARED
         return (Fetch.SHARED if left else Fetch.LINES), Fetch.LINES
@@ -151,13 +158,21 @@ class _Emitter:
             *self._bias(),
         ]
         loop = (
-            "for (long long n = blockIdx.x; n < static_cast<long long>(kExperts) * kRowTiles * kColumnTiles; "
+            f"for (long long n = blockIdx.x; n < static_cast<long long>({self.matrices}) * kRowTiles * kColumnTiles; "
             "n += gridDim.x) {"
         )
         return [*lines, "", loop, *indented(tile, 2), "}"]
 
     def _slots(self, expert: str) -> list[str]:
-        """The rows that are summed: of an expert, or of all tokens."""
+        """The rows that are summed: of an expert, of a part of all tokens, or of all."""
+        if self.parts:
+            tokens = self.parameters.tokens()
+            return [
+                f"const int part = static_cast<int>({expert});",
+                f"const moesaic::Part rows_of_part = moesaic::part_of<kParts, {slot.PART_ROWS}>({tokens}, part);",
+                "const int slots = rows_of_part.count;",
+                "const long long first_slot = rows_of_part.first;",
+            ]
         if not isinstance(self.wgrad, slot.GroupedWgrad):
             return [
                 "const int expert = 0;",
@@ -181,7 +196,7 @@ class _Emitter:
         return [
             f"constexpr int kRowItems = (kRowTiles + {rows} - 1) / {rows};",
             f"constexpr int kColumnItems = (kColumnTiles + {columns} - 1) / {columns};",
-            "constexpr long long items = static_cast<long long>(kExperts) * kRowItems * kColumnItems;",
+            f"constexpr long long items = static_cast<long long>({self.matrices}) * kRowItems * kColumnItems;",
         ]
 
     def _place(self) -> list[str]:
@@ -247,7 +262,7 @@ class _Emitter:
         return f"{pointer} + static_cast<long long>(moesaic::load_one({tokens} + first_slot + {number})) * {stride}"
 
     def _store(self) -> list[str]:
-        value, expression, onto = self._after(self.wgrad.y, "tile.values[0][i][j][v]")
+        value, expression, onto = self._after(self.y, "tile.values[0][i][j][v]")
         if self.staging is not None:
             compute = [
                 "float values[2];",
@@ -256,7 +271,7 @@ class _Emitter:
                 "staged.put(0, r, w, values);",
             ]
             matrix = "static_cast<long long>(kRows) * kColumns"
-            return self.staging.leave(self.parameters, compute, "first_row", "expert", matrix)
+            return self.staging.leave(self.parameters, compute, "first_row", self.of, matrix)
         pointer = self.parameters.pointer(self.index)
         size = value.type.dtype.bytes
         align = python_math.gcd(16, columns_of(self.wgrad.b) * size, self.shape.vector * size)
@@ -277,7 +292,7 @@ class _Emitter:
             "for (int i = 0; i < Tile::kOwnRows; ++i) {",
             "  const int row = first_row + tile.row(i);",
             f"  if (kRows % {rows} != 0 && row >= kRows) continue;",
-            f"  auto* const out_row = {pointer} + (static_cast<long long>(expert) * kRows + row) * kColumns;",
+            f"  auto* const out_row = {pointer} + (static_cast<long long>({self.of}) * kRows + row) * kColumns;",
             "#pragma unroll",
             "  for (int j = 0; j < Tile::kOwnVectors; ++j) {",
             "    const int column = first_column + tile.column(j);",

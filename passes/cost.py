@@ -120,6 +120,8 @@ def _bytes_read(op: Kernel, number: int, extents: Extents) -> float:
         users = op.region.users(argument)
         if users and all(isinstance(u, row.Gather) and u.x is argument for u in users):
             return sum(extents.size(u.results[0].type) for u in users) * type.dtype.bytes
+        if any(isinstance(u, slot.SumParts) for u in users):  # matrices, but of no experts
+            return extents.bytes_of(type, of_experts=False)
     return extents.bytes_of(type, of_experts=True)
 
 

@@ -28,7 +28,7 @@ from moesaic.ir.ops.launch import Kernel
 from moesaic.passes.card import Card
 from moesaic.passes.cost import Extents, cost_of
 from moesaic.passes.product_shape import ProductShape
-from moesaic.passes.space import Limits, Point, Space, experts_of, longest_row
+from moesaic.passes.space import Limits, Point, Space, experts_of, longest_row, parts_of
 from moesaic.passes.specialize import merging_instructions, merging_misses, padded_columns
 
 _ISSUES = 4  # warp instructions a clock
@@ -207,11 +207,10 @@ def _product(op: Kernel, shape: ProductShape, load: Extents, card: Card) -> floa
             parts = 2 if outer != narrow and not in_turn else 1
             row_tiles, height = _row_tiles(shape, each, spread=experts_of(op) > 1)
             tiles = experts * row_tiles * -(-outer // (parts * shape.columns))
-        elif isinstance(inner, slot.GroupedWgrad | slot.Wgrad):
-            a, b = (v.type.shape[-1] for v in (inner.a, inner.b))
-            assert isinstance(a, int) and isinstance(b, int)
-            depth, grouped_sum = each, True
-            tiles = experts_of(op) * -(-a // shape.rows) * -(-b // shape.columns)
+        elif isinstance(inner, slot.Outer):
+            below, beside = shape.tiles_of_matrix(*inner.sizes())
+            depth, grouped_sum = each / parts_of(op), True
+            tiles = experts_of(op) * parts_of(op) * below * beside
     wide = parts * shape.columns
     steps = -(-depth // shape.depth)
     tensor = card.tensor_flops * (1.0 if shape.fetches else _MMA_SHARE)

@@ -121,8 +121,6 @@ def _product_sizes(op: Kernel) -> tuple[int, int]:
         if isinstance(inner, slot.Product):
             depth, outer = inner.sizes()
             return depth, outer
-        if isinstance(inner, slot.GroupedWgrad | slot.Wgrad):
-            sizes = [v.type.shape[-1] for v in (inner.a, inner.b)]
-            first, second = (n if isinstance(n, int) else 0 for n in sizes)
-            return first, second
+        if isinstance(inner, slot.Outer):
+            return inner.sizes()
     return 0, 0

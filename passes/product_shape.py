@@ -139,6 +139,19 @@ class ProductShape:
         """Neighbouring columns that a thread holds; rows of a ``SwappedTile``."""
         return {"SimtTile": 4, "MmaTile": 2, "WgmmaTile": 8, "SwappedTile": 2}[self.tile]
 
+    def tiles_of_matrix(self, rows: int, columns: int) -> tuple[int, int]:
+        """Tiles of a gradient [rows, columns]: below each other, and beside each other."""
+        return -(-rows // self.rows), -(-columns // self.columns)
+
+    def blocks_of_matrix(self, rows: int, columns: int) -> int:
+        """Blocks that have a tile of a gradient each, with those of pairs that have none."""
+        below, beside = self.tiles_of_matrix(rows, columns)
+        if not self.fetches:
+            return below * beside
+        if pairs_lie_beside(below, beside):
+            return below * (beside + beside % 2)
+        return (below + below % 2) * beside
+
     def shared_bytes(self, size: int, parts: int, left: Lines, right: Lines) -> int:
         """Shared memory of a block for operands with elements of `size` bytes; the kernel asserts that it is so."""
         stages = self.stages * self.depth * size * (self.rows + parts * self.columns)
@@ -210,14 +223,22 @@ def product_shape(region: Block, *, tile: str = "", hopper: bool = False, allow_
                 reads=reads_columns(region, columns),
                 swaps=swaps_operands(region, columns),
             )
-        if isinstance(op, slot.GroupedWgrad | slot.Wgrad):
-            width = op.b.type.shape[-1]
-            assert isinstance(width, int)
+        if isinstance(op, slot.Outer):
+            width = op.sizes()[1]
             gathered = isinstance(op.b, OpResult) and isinstance(op.b.op, slot.Gather)
             return ProductShape.of(
                 op.a.type.dtype, 1, width, tile=tile, hopper=hopper, allow_tf32=allow_tf32, tall=gathered
             )
     raise InternalError("a product kernel without a product")
+
+
+def pairs_lie_beside(below: int, beside: int) -> bool:
+    """Whether a pair of blocks has two tiles of a matrix beside each other, and so the left operand in common.
+
+    Below each other, they have the right one in common, which is wider. But more tiles may have none below them than
+    have none beside them.
+    """
+    return below % 2 * beside > beside % 2 * below
 
 
 def swaps_operands(region: Block, columns: int) -> bool:

@@ -353,10 +353,8 @@ class Space:
                 in_turn = any(o.interleaved for o in self.op.region.ops if isinstance(o, slot.Split | slot.Join))
                 parts = 2 if outer != narrow_columns(self.op.region) and not in_turn else 1
                 return op.x.type.dtype.bytes, parts, outer // parts, op.transposed, summed
-            if isinstance(op, slot.GroupedWgrad | slot.Wgrad):
-                width = op.b.type.shape[-1]
-                assert isinstance(width, int)
-                return op.a.type.dtype.bytes, 1, width, True, summed
+            if isinstance(op, slot.Outer):
+                return op.a.type.dtype.bytes, 1, op.sizes()[1], True, summed
         raise UnsupportedError(f"{self.op.symbol}: a product kernel without a product")
 
     def _table_bytes(self, shape: ProductShape) -> int:
@@ -373,8 +371,16 @@ def longest_row(op: Kernel) -> int:
 
 def experts_of(op: Kernel) -> int:
     """E of a kernel that has to do with experts; 1 where it has not."""
+    if parts_of(op) > 1:
+        return 1
     matrices = [v.type.shape[0] for v in op.operands if v.type.rank == 3]
     return max([n for n in matrices if isinstance(n, int)], default=1)
+
+
+def parts_of(op: Kernel) -> int:
+    """Parts that a kernel takes the sum over all tokens in; 1 where it has no such sum, or it stays whole."""
+    inner = [] if op.region is None else op.region.ops
+    return next((o.parts for o in inner if isinstance(o, slot.WgradParts)), 1)
 
 
 def known_alignment(op: Kernel, aligned: Mapping[Value, int]) -> tuple[int, ...]:

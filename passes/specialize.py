@@ -2,7 +2,8 @@
 
 Functions are planned for any target. Where the target has clusters of blocks, the three launches of a dispatch become
 one here (``merge_dispatch.py``), and blocks that add up sums over tokens wait for each other in one
-(``finish_in_cluster.py``).
+(``finish_in_cluster.py``). A gradient with few tiles becomes two launches, for its tiles depend on the target, too
+(``split_wgrads.py``).
 
 Nothing here changes the arithmetic of a row: sums have one order whatever the lanes (see ``row.cuh``), and every way of
 selecting gives the same picks. What it decides is how the work is spread.
@@ -16,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from moesaic.ir.core import Block, BlockArgument, Module, Value
+from moesaic.ir.core import Block, BlockArgument, Function, Module, Value
 from moesaic.ir.errors import UnsupportedError, UsageError, suggestion
 from moesaic.ir.ops import col, row, slot
 from moesaic.ir.ops.kernel import segments_of
@@ -26,8 +27,9 @@ from moesaic.passes.dispatch_shape import dispatch_config
 from moesaic.passes.finish_in_cluster import cluster_of_finish, drop_tickets
 from moesaic.passes.manager import Pass, PassContext
 from moesaic.passes.merge_dispatch import merge_dispatches
-from moesaic.passes.product_shape import product_shape
+from moesaic.passes.product_shape import ProductShape, product_shape
 from moesaic.passes.row_layout import Layout, experts_columns, infer_layouts, sparse_results
+from moesaic.passes.split_wgrads import split_wgrads
 
 MAX_EXPERTS = 16384
 """Longest row that fits the registers of one block."""
@@ -136,15 +138,20 @@ class Specialize(Pass):
             raise UsageError(f"specialize: threads must be a multiple of 32, at most 1024, found {self.threads}")
         points = dict(map(parse_point, self.points))
         for function in module.functions:
-            if self.dispatch != "steps":
-                merge_dispatches(function, self.target)
-            drop_tickets(function, self.target)
             given = self.alignment if function is module.entry else ()
             aligned: dict[Value, int] = dict(zip(function.arguments, given, strict=False))
+            self.rewrite(function, aligned)
             for op in function.body.ops:
                 if isinstance(op, Kernel):
                     self.configure(op, aligned, points.get(op.symbol, {}))
         return True
+
+    def rewrite(self, function: Function, aligned: Mapping[Value, int]) -> None:
+        """Makes the launches of a planned function those of the target. What is rewritten stays as it is."""
+        if self.dispatch != "steps":
+            merge_dispatches(function, self.target)
+        drop_tickets(function, self.target)
+        split_wgrads(function, lambda op: self._tile(op, aligned), self.tokens)
 
     @property
     def overrides(self) -> bool:
@@ -188,17 +195,22 @@ class Specialize(Pass):
         alignment = {"alignment": ",".join(str(aligned.get(v, 16)) for v in op.operands[: op.reads])}
         assert op.region is not None
         if op.template in ("product", "wgrad"):
-            # Rows in pieces of less than 16 bytes keep warps that fetch too busy. Numbers of picks are no such rows.
-            read = [
-                v
-                for v, inner in zip(op.operands[: op.reads], op.region.arguments, strict=True)
-                if v.type.dtype.bytes == 2 and v.type.rank > 1 and _in_rows(op.region, inner)
-            ]
-            whole = all(aligned.get(v, 16) >= 16 and _row_bytes(v) % 16 == 0 for v in read)
-            hopper = self.target == "sm_90a" and whole
-            shape = product_shape(op.region, tile=self.tile, hopper=hopper, allow_tf32=self.allow_tf32)
+            shape = self._tile(op, aligned)
             return {**shape.chosen(shape.config(), point), **alignment}
         return {"threads": point.get("threads", "256"), **alignment}
+
+    def _tile(self, op: Kernel, aligned: Mapping[Value, int]) -> ProductShape:
+        """The rule's tile of a product or of a gradient."""
+        assert op.region is not None
+        # Rows in pieces of less than 16 bytes keep warps that fetch too busy. Numbers of picks are no such rows.
+        read = [
+            v
+            for v, inner in zip(op.operands[: op.reads], op.region.arguments, strict=True)
+            if v.type.dtype.bytes == 2 and v.type.rank > 1 and _in_rows(op.region, inner)
+        ]
+        whole = all(aligned.get(v, 16) >= 16 and _row_bytes(v) % 16 == 0 for v in read)
+        hopper = self.target == "sm_90a" and whole
+        return product_shape(op.region, tile=self.tile, hopper=hopper, allow_tf32=self.allow_tf32)
 
     def _row_program(
         self, op: Kernel, aligned: Mapping[Value, int], layouts: dict[Value, Layout] | None

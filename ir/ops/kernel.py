@@ -238,6 +238,15 @@ class Wgrad(Region):
     name = "kernel.wgrad"
 
 
+class SumParts(Region):
+    """A ``slot.sum_parts`` of what a ``kernel.wgrad`` has left in parts, and what is elementwise after it.
+
+    ``specialize`` makes both of one gradient that would keep few multiprocessors busy.
+    """
+
+    name = "kernel.sum_parts"
+
+
 class Combine(Region):
     """A ``slot.combine`` and what is elementwise after it, rows of tokens."""
 

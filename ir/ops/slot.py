@@ -11,7 +11,9 @@ picks come and go by ``slot.of_pick`` and ``slot.to_picks``.
 
 from __future__ import annotations
 
+import functools
 import math as python_math
+import operator
 from collections.abc import Callable, Sequence
 
 from moesaic.ir import core
@@ -23,6 +25,9 @@ SLOTS = "M"
 """The symbol of the number of slots."""
 
 ALIGNMENTS = (1, 16, 64, 128)
+
+PART_ROWS = 64
+"""What the rows of a part of a sum are a multiple of, but for the last rows: a stage of what fetches them."""
 
 
 class SlotOp(Op):
@@ -383,38 +388,98 @@ class GroupedLinear(Product):
 class Outer(SlotOp):
     """Base of sums of outer products, gradients of weights."""
 
+    a = operand("[R, m]: rows")
+    b = operand("[R, n], in the type of a")
+
     def flops(self, size: Callable[[TensorType], float]) -> float:
-        columns = self.operands[1].type.shape[1]
-        assert isinstance(columns, int)
-        return 2 * size(self.operands[0].type) * columns
+        return 2 * size(self.a.type) * self.sizes()[1]
+
+    def sizes(self) -> tuple[int, int]:
+        """m and n."""
+        if self.a.type.rank != 2 or self.b.type.rank != 2 or self.a.type.shape[0] != self.b.type.shape[0]:
+            self.fail(f"expected rows [R, m] and [R, n], found {self.a.type} and {self.b.type}")
+        if self.a.type.dtype is not self.b.type.dtype:
+            self.fail(f"operands differ in type: {self.a.type} and {self.b.type}; cast one")
+        rows, columns = self.a.type.shape[1], self.b.type.shape[1]
+        if not isinstance(rows, int) or not isinstance(columns, int):
+            self.fail(f"rows must be of constant length, found {self.a.type} and {self.b.type}")
+        return rows, columns
 
 
 class Wgrad(Outer):
     """y = sum_r a_r b_r^T."""
 
     name = "slot.wgrad"
-    a = operand("[R, m]")
-    b = operand("[R, n], in the type of a")
     y = result("[m, n], f32")
 
     def infer(self) -> Sequence[TensorType]:
-        if self.a.type.rank != 2 or self.b.type.rank != 2 or self.a.type.shape[0] != self.b.type.shape[0]:
-            self.fail(f"expected rows [R, m] and [R, n], found {self.a.type} and {self.b.type}")
-        if self.a.type.dtype is not self.b.type.dtype:
-            self.fail(f"operands differ in type: {self.a.type} and {self.b.type}; cast one")
-        return [TensorType((self.a.type.shape[1], self.b.type.shape[1]), _wide(self.a))]
+        return [TensorType(self.sizes(), _wide(self.a))]
 
     def reference(self, xp: ArrayNamespace, *operands: Array) -> Array:
         a, b = (xp.upcast(o) for o in operands)
         return xp.matmul(xp.transpose(a), b)
 
 
+class WgradParts(Outer):
+    """y_p = sum of a_r b_r^T over the rows r of part p, p s to (p + 1) s of the R there are; s is ceil(R / P), rounded
+    up to a multiple of 64. A part without rows is 0."""
+
+    name = "slot.wgrad_parts"
+    y = result("[P, m, n], f32")
+    parts = core.integer("P", minimum=2)
+
+    def infer(self) -> Sequence[TensorType]:
+        return [TensorType((self.parts, *self.sizes()), _wide(self.a))]
+
+    def rows_of_part(self, rows: int) -> int:
+        """s for R rows."""
+        return -(-rows // (self.parts * PART_ROWS)) * PART_ROWS
+
+    def reference(self, xp: ArrayNamespace, *operands: Array) -> Array:
+        a, b = (xp.upcast(o) for o in operands)
+        each = self.rows_of_part(xp.shape(a)[0])
+        parts = [slice(part * each, (part + 1) * each) for part in range(self.parts)]
+        sums = (xp.expand_dims(xp.matmul(xp.transpose(a[rows]), b[rows])) for rows in parts)
+        m, n = self.sizes()
+        together = functools.reduce(xp.concatenate, sums)  # [m, n, P]
+        turned = xp.transpose(xp.reshape(together, (m * n, self.parts)))
+        return xp.reshape(turned, (self.parts, m, n))
+
+
+class SumParts(SlotOp):
+    """y = sum_p x_p, in the order of p."""
+
+    name = "slot.sum_parts"
+    x = operand("[P, m, n], of slot.wgrad_parts")
+    y = result("[m, n], f32")
+
+    def flops(self, size: Callable[[TensorType], float]) -> float:
+        return size(self.x.type)
+
+    def infer(self) -> Sequence[TensorType]:
+        shape = self.x.type.shape
+        if len(shape) != 3 or not all(isinstance(d, int) for d in shape) or shape[0] == 0:
+            self.fail(f"expected a matrix for each part, [P, m, n], found {self.x.type}")
+        if self.x.type.dtype is not _wide(self.x):
+            self.fail(f"what is added up must be f32, found {self.x.type}")
+        return [TensorType(shape[1:], self.x.type.dtype)]
+
+    @property
+    def parts(self) -> int:
+        """P."""
+        parts = self.x.type.shape[0]
+        assert isinstance(parts, int)
+        return parts
+
+    def reference(self, xp: ArrayNamespace, *operands: Array) -> Array:
+        (x,) = operands
+        return functools.reduce(operator.add, (x[part] for part in range(self.parts)))
+
+
 class GroupedWgrad(Outer):
     """y_e = sum over the slots m of expert e of a_m b_m^T; 0 for an expert without slots."""
 
     name = "slot.grouped_wgrad"
-    a = operand("[M, m]")
-    b = operand("[M, n], in the type of a")
     counts = operand("[E] i32, of slot.dispatch")
     offsets = operand("[E + 1] i32, of slot.dispatch")
     y = result("[E, m, n], f32")
@@ -422,11 +487,8 @@ class GroupedWgrad(Outer):
     def infer(self) -> Sequence[TensorType]:
         self.check_rows(self.a, "a")
         self.check_rows(self.b, "b")
-        if self.a.type.dtype is not self.b.type.dtype:
-            self.fail(f"operands differ in type: {self.a.type} and {self.b.type}; cast one")
         self.check_groups(self.counts, self.offsets)
-        shape = (*self.counts.type.shape, self.a.type.shape[1], self.b.type.shape[1])
-        return [TensorType(shape, _wide(self.a))]
+        return [TensorType((*self.counts.type.shape, *self.sizes()), _wide(self.a))]
 
     def reference(self, xp: ArrayNamespace, *operands: Array) -> Array:
         a, b, counts, offsets = operands

@@ -34,7 +34,10 @@ class Tunable:
 def tunables(
     function: Function, specialize: Specialize, limits: Limits, alignment: Sequence[int], tokens: str
 ) -> list[Tunable]:
-    """The kernels of a planned function that have something to choose, for a bucket of T by its label."""
+    """The kernels of a planned function that have something to choose, for a bucket of T by its label: as the target
+    launches them, so that it makes no difference whether the function is specialised already."""
+    function = function.clone()
+    specialize.rewrite(function, dict(zip(function.arguments, alignment, strict=False)))
     kernels = [op for op in function.body.ops if isinstance(op, Kernel)]
     aligned: dict[Value, int] = dict(zip(function.arguments, alignment, strict=False))
     picks = picks_of(function)
