@@ -17,6 +17,7 @@ from moesaic.ir.ops import math, slot
 from moesaic.ir.ops.launch import Kernel
 
 _VECTOR = 4  # elements, 16 bytes
+_RESIDENT_THREADS = 512  # of a multiprocessor, at least; left alone, the compiler waits for a few parts at a time
 
 
 def generate(op: Kernel) -> GeneratedKernel:
@@ -90,6 +91,7 @@ class _Emitter:
                 "elements": self.elements,
                 "vec": self.vec,
                 "threads": self.threads,
+                "resident": max(1, _RESIDENT_THREADS // self.threads),
                 "parameters": region.parameters.lines,
                 "body": indented(body, 2),
             },

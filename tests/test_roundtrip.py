@@ -130,6 +130,10 @@ EXAMPLES = {
     "slot.to_picks": f"{OF_PICK}\n  %y = slot.to_picks %k, %s, %q : tensor<Tx2xf32>",
     "slot.linear": "%y = slot.linear %x, %h {transposed = true} : tensor<Tx4xf32>",
     "slot.wgrad": "%y = slot.wgrad %x, %x : tensor<6x6xf32>",
+    "slot.wgrad_parts": "%y = slot.wgrad_parts %x, %x {parts = 3} : tensor<3x6x6xf32>",
+    "slot.sum_parts": (
+        "%g = slot.wgrad_parts %x, %x {parts = 3} : tensor<3x6x6xf32>\n  %y = slot.sum_parts %g : tensor<6x6xf32>"
+    ),
     "slot.grouped_linear": (
         f"{GATHER}\n  %y = slot.grouped_linear %m, %w, %c, %o {{transposed = false}} : tensor<Mx4xf32>"
     ),
@@ -171,6 +175,11 @@ EXAMPLES = {
     "kernel.wgrad": (
         f"{GATHER}\n  %y = kernel.wgrad %m, %c, %o (%m: tensor<Mx6xbf16>, %c: tensor<5xi32>, %o: tensor<6xi32>) {{\n"
         "    %g = slot.grouped_wgrad %m, %m, %c, %o : tensor<5x6x6xf32>\n    yield %g\n  } : tensor<5x6x6xf32>"
+    ),
+    "kernel.sum_parts": (
+        "%g = slot.wgrad_parts %x, %x {parts = 3} : tensor<3x6x6xf32>\n"
+        "  %y = kernel.sum_parts %g (%g: tensor<3x6x6xf32>) {\n"
+        "    %y = slot.sum_parts %g : tensor<6x6xf32>\n    yield %y\n  } : tensor<6x6xf32>"
     ),
     "kernel.combine": (
         f"{GATHER}\n  %y = kernel.combine %m, %s, %t (%m: tensor<Mx6xbf16>, %s: tensor<Tx2xi32>, "

@@ -32,6 +32,7 @@ VALUE = {"rtol": 1e-12, "atol": 1e-13}
 TESTED = {
     *("slot.dispatch", "slot.gather", "slot.combine", "slot.of_pick", "slot.to_picks"),
     *("slot.linear", "slot.grouped_linear", "slot.wgrad", "slot.grouped_wgrad", "slot.accumulate"),
+    *("slot.wgrad_parts", "slot.sum_parts"),
     *("slot.expert_rows", "slot.expert_sums", "slot.split", "slot.join"),
 }
 
@@ -335,6 +336,33 @@ def test_one_weight_for_all_rows(rows: int, transposed: bool) -> None:
     torch.testing.assert_close(run("slot.wgrad", Operand(y, "T"), Operand(x, "T"))[0], outer, **VALUE)
 
 
+@pytest.mark.parametrize("parts", [2, 3])
+@pytest.mark.parametrize("rows", [0, 1, 63, 64, 65, 127, 128, 129, 199, 257])
+def test_sums_in_parts(rows: int, parts: int) -> None:
+    """Each has as many whole 64s of rows as any other, but for the last rows; the last parts of few rows are 0."""
+    a, b = drawn((rows, 3)), drawn((rows, 5), seed=4)
+    each = 64
+    while each * parts < rows:
+        each += 64
+    apart = torch.zeros(parts, 3, 5, dtype=F64)
+    for r, i, j in itertools.product(range(rows), range(3), range(5)):
+        apart[r // each, i, j] += a[r, i] * b[r, j]
+    for leading in ("T", "M"):
+        found = run("slot.wgrad_parts", Operand(a, leading), Operand(b, leading), parts=parts)[0]
+        torch.testing.assert_close(found, apart, **VALUE)
+    total = torch.zeros(3, 5, dtype=F64)
+    for part in apart:
+        total += part
+    assert torch.equal(run("slot.sum_parts", Operand(apart))[0], total)
+    torch.testing.assert_close(run("slot.wgrad", Operand(a, "T"), Operand(b, "T"))[0], total, **VALUE)
+
+
+def test_parts_are_added_in_their_order() -> None:
+    x = torch.tensor([1.0, 2.0**-24, 2.0**-24]).reshape(3, 1, 1)  # in float32, half a unit is lost twice
+    assert run("slot.sum_parts", Operand(x))[0].item() == 1.0
+    assert run("slot.sum_parts", Operand(x.flip(0).contiguous()))[0].item() == 1.0 + 2.0**-23
+
+
 @every_routing
 @every_option
 @pytest.mark.parametrize("transposed", [False, True])
@@ -484,6 +512,14 @@ MISFITS: list[tuple[str, list[str], dict[str, Any], str]] = [
     ("grouped_linear", [M4, WEIGHTS, GROUPS[0], GROUPS[0]], AS_MN, "offsets must be tensor<6xi32>, found"),
     ("wgrad", [T4, M4], {}, "expected rows [R, m] and [R, n], found tensor<Tx4xf32>"),
     ("wgrad", [T4, "tensor<Tx4xbf16>"], {}, "operands differ in type"),
+    ("wgrad", [T4, "tensor<Tx4x4xf32>"], {}, "expected rows [R, m] and [R, n], found tensor<Tx4xf32>"),
+    ("wgrad_parts", [T4, M4], {"parts": 2}, "expected rows [R, m] and [R, n], found tensor<Tx4xf32>"),
+    ("wgrad_parts", [T4, "tensor<Tx4xbf16>"], {"parts": 2}, "operands differ in type"),
+    ("wgrad_parts", [T4, T4], {}, "attribute 'parts' ("),
+    ("wgrad_parts", [T4, T4], {"parts": 1}, "attribute 'parts' expects"),
+    ("sum_parts", [T4], {}, "expected a matrix for each part, [P, m, n], found tensor<Tx4xf32>"),
+    ("sum_parts", ["tensor<Tx4x4xf32>"], {}, "expected a matrix for each part, [P, m, n], found tensor<Tx4x4xf32>"),
+    ("sum_parts", ["tensor<2x4x4xbf16>"], {}, "what is added up must be f32, found tensor<2x4x4xbf16>"),
     ("grouped_wgrad", [T4, M4, *GROUPS], {}, "a must be rows of slots [M, n], found"),
     ("grouped_wgrad", [M4, T4, *GROUPS], {}, "b must be rows of slots [M, n], found"),
     ("grouped_wgrad", [M4, "tensor<Mx4xbf16>", *GROUPS], {}, "operands differ in type"),

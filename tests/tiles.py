@@ -622,6 +622,7 @@ DEFAULT_WGMMA = {
     "wgrad": of_rule(2048, 1, "both", "lines", "shared+lines"),
     "wgrad_tall": of_rule(2048, 1, "both", "shared+lines", "lines", tall=True),
     "wgrad_dense": of_rule(2048, 1, "both", "boxes", "shared"),
+    "wgrad_beside": of_rule(2048, 1, "both", "shared", "boxes"),
     "unaligned": of_rule(2048, 1, "", "lines", "lines", align=8),
     "wgrad_unaligned": of_rule(2048, 1, "both", "lines", "lines", align=8),
     "gathered_pingpong": of_rule(768, 2, "", "lines", "shared", tile="pingpong"),
