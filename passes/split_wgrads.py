@@ -56,10 +56,13 @@ def splits(op: Kernel) -> slot.Wgrad | None:
 
 
 def parts_of(wgrad: slot.Wgrad, shape: ProductShape, tokens: str) -> int:
-    """A power of two, so many that the blocks of all parts run at once; 1 where that leaves no room for two."""
+    """A power of two, so many that the blocks of all parts run at once; 1 where blocks of the whole keep more than half
+    of the multiprocessors busy."""
     blocks = shape.blocks_of_matrix(*wgrad.sizes())
+    if 2 * blocks > MULTIPROCESSORS:
+        return 1
     parts = MOST_PARTS[tokens]
-    while parts > 1 and parts * blocks > MULTIPROCESSORS:
+    while parts * blocks > MULTIPROCESSORS * shape.blocks:
         parts //= 2
     return parts
 

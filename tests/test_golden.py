@@ -168,6 +168,7 @@ def test_golden_files_show_every_emitter() -> None:
         *("select=merge", "select=rounds", "select=sort", "groups=lanes", "groups=shared", "prefetch=on", "vec=1 "),
         *("grid=cover", "grid=persistent", "_finish(", "row.gather", "row.scatter", "col.count", "col.sum"),
         *("SimtTile", "MmaTile", "count_picks", "scan_table", "sum_cluster", "slot.combine", "slot.to_picks"),
+        "add_parts<",
         *(
             "tokens_ptr + first_slot + r",
             "_bias_ptr + expert * ",
