@@ -10,7 +10,8 @@ space, and works on every target. Nothing here changes what a row's results are,
   rows are summed after a product, threads and depth stay as they are, too: they decide the order of that sum. So do
   columns, but for tiles by wgmma, of which the same four lanes have all columns of a row.
 - Sums over tokens (losses, gradients of biases) are no row's result: they follow the number of blocks, as they do
-  between two GPUs.
+  between two GPUs. But a gradient of a weight that takes its sum in parts (``split_wgrads.py``) has those of the rule's
+  tile, whichever tile it takes.
 
 A dispatch has one choice, and the kernels that finish sums are too short to matter: both are left to the rule.
 """

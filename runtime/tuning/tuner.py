@@ -140,8 +140,8 @@ def tune(
     if executable.plan.written or specialize.overrides or not tokens:
         return []
     label = token_buckets.label(bucket, runner.few_tokens)
-    function = executable.module.entry.clone()  # which is configured again for each candidate
-    found = tunables(function, specialize, target, aligned, label)
+    # Its launches are clones, which are configured again for each candidate.
+    found = tunables(executable.module.entry, specialize, target, aligned, label)
     found = [f for f in found if not settings.kernels or f.space.op.symbol in settings.kernels]
     experts = max((f.key.experts for f in found), default=1)
     load = _load(found, experts, tokens)
