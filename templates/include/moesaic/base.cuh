@@ -33,6 +33,15 @@ __device__ __forceinline__ void let_next_kernel_begin() {
 #endif
 }
 
+// A number that stays in its register: the compiler does not know how it came about, and cannot compute it once more
+// wherever it is used, which it prefers in loops that need most registers for other things.
+__device__ __forceinline__ unsigned kept(unsigned value) {
+#ifndef MOESAIC_EMULATE
+  asm volatile("" : "+r"(value));
+#endif
+  return value;
+}
+
 // ------------------------------------------------------------------------------------------------ element types
 
 __device__ __forceinline__ float to_float(float x) { return x; }

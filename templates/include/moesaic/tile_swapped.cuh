@@ -73,16 +73,17 @@ class SwappedTile
   __device__ __forceinline__ void multiply_rows(int depth) {
     PendingProducts pending;
     int read = -1;  // the stage before
+    const SharedMatrix rows_there = Left::matrix(stages_, 0);  // in the first stage
+    const SharedMatrix columns_there = Right::matrix(stages_ + Left::kBytes, first_column());
 #pragma unroll 1
     for (int first = 0; first < depth; first += Shape::kK) {
       mbarrier_wait(full(stage_), parity_);
       if constexpr (kRows > 0) {
         if constexpr (kCopies) shared_to_async_proxy();
-        const unsigned char* const stage = stages_ + stage_ * kStageBytes;
         for_all(wgmma_pin);
         wgmma_fence();
-        const SharedMatrix rows = Left::matrix(stage, 0);
-        const SharedMatrix columns = Right::matrix(stage + Left::kBytes, first_column());
+        const SharedMatrix rows = rows_there + stage_ * kStageBytes;
+        const SharedMatrix columns = columns_there + stage_ * kStageBytes;
 #pragma unroll
         for (int k = 0; k < Shape::kK / 16; ++k) multiply_blocks<kRows>(pending, columns, rows, k, Blocks<kBlocks>());
         wgmma_commit(pending);

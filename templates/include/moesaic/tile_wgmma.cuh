@@ -100,16 +100,17 @@ class WgmmaTile : public WgmmaStages<T, Shape, kLeft, kRight, kStagedBytes,
     // A stage's parity says nothing to who is two rounds of stages behind: no waiting for it out of turn.
     if constexpr (kPingPong) mbarrier_wait(turn_of(own_group()), (tiles_ - 1) / 2 % 2 ^ (own_group() == 0 ? 1 : 0));
     int read = -1;  // the stage before
+    const SharedMatrix rows_there = Left::matrix(stages_, first_row());  // in the first stage
+    const SharedMatrix columns_there = Right::matrix(stages_ + Left::kBytes, 0);
 #pragma unroll 1
     for (int first = 0; first < depth; first += Shape::kK) {
       mbarrier_wait(full(stage_), parity_);
       if (!idle) {
         if constexpr (kCopies) shared_to_async_proxy();
-        const unsigned char* const stage = stages_ + stage_ * kStageBytes;
         for_all(wgmma_pin);
         wgmma_fence();
-        const SharedMatrix rows_here = Left::matrix(stage, first_row());
-        const SharedMatrix columns = Right::matrix(stage + Left::kBytes, 0);
+        const SharedMatrix rows_here = rows_there + stage_ * kStageBytes;
+        const SharedMatrix columns = columns_there + stage_ * kStageBytes;
 #pragma unroll
         for (int k = 0; k < Shape::kK / 16; ++k) multiply_blocks(pending, rows_here, columns, k, Blocks<kBlocks>());
         wgmma_commit(pending);

@@ -122,17 +122,18 @@ class PendingProducts {
 
 struct PendingProducts {};  // the tensor core's own
 
-// A descriptor: address, distance of groups and of blocks of 8 lines in units of 16 bytes, the swizzle in the top bits.
+// The lower half of a descriptor: address, and distance of groups, in units of 16 bytes. The upper half is the same for all:
+// the distance of blocks of 8 lines in these units, and the swizzle in the top bits.
 struct SharedMatrix {
-  unsigned long long bits;
+  unsigned low;
 };
+constexpr unsigned kUpperHalf = kSwizzledBlock >> 4 | 1u << 30;
 __device__ __forceinline__ SharedMatrix shared_matrix(const void* start, int group_bytes) {
-  const auto address = static_cast<unsigned long long>(__cvta_generic_to_shared(start));
-  return {(address & 0x3ffff) >> 4 | static_cast<unsigned long long>(group_bytes >> 4) << 16 |
-          static_cast<unsigned long long>(kSwizzledBlock >> 4) << 32 | 1ull << 62};
+  const auto address = static_cast<unsigned>(__cvta_generic_to_shared(start));
+  return {kept(address >> 4 | static_cast<unsigned>(group_bytes >> 4) << 16)};
 }
 __device__ __forceinline__ SharedMatrix operator+(SharedMatrix matrix, int bytes) {
-  return {matrix.bits + static_cast<unsigned long long>(bytes >> 4)};
+  return {matrix.low + static_cast<unsigned>(bytes >> 4)};
 }
 
 #endif
@@ -244,13 +245,14 @@ constexpr bool kIsBfloat16<__nv_bfloat16> = true;
   MOESAIC_NAMES60 MOESAIC_TEN("6") MOESAIC_TEN("7") MOESAIC_TEN("8") MOESAIC_TEN("9") MOESAIC_TEN("10") \
       MOESAIC_TEN("11")
 
-// One instruction: its sums, then the two descriptors, whether to add to the sums, and which operands lie across.
-#define MOESAIC_WGMMA(n, type, names, a, b, add, left_across, right_across, ...)                              \
-  asm volatile("{.reg .pred p; setp.ne.b32 p, %" add ", 0;\n"                                                 \
-               "wgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type " {" names "}, %" a ", %" b       \
-               ", p, 1, 1, %" left_across ", %" right_across ";}"                                             \
+// One instruction: its sums, to which it always adds, then the two descriptors, and which operands lie across.
+#define MOESAIC_WGMMA(n, type, names, a, b, upper, left_across, right_across, ...)                            \
+  asm volatile("{.reg .pred adds; .reg .b64 left, right; setp.ne.b32 adds, 1, 0;\n"                           \
+               "mov.b64 left, {%" a ", %" upper "}; mov.b64 right, {%" b ", %" upper "};\n"                   \
+               "wgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type " {" names "}, left, right, "   \
+               "adds, 1, 1, %" left_across ", %" right_across ";}"                                            \
                : __VA_ARGS__                                                                                  \
-               : "l"(left.bits), "l"(right.bits), "r"(1), "n"(kLeftAcross ? 1 : 0), "n"(kRightAcross ? 1 : 0))
+               : "r"(left.low), "r"(right.low), "n"(kUpperHalf), "n"(kLeftAcross ? 1 : 0), "n"(kRightAcross ? 1 : 0))
 #define MOESAIC_WGMMAS(type)                                                                                     \
   if constexpr (kColumns == 64) {                                                                                \
     MOESAIC_WGMMA("64", type, MOESAIC_NAMES30 "%30, %31", "32", "33", "34", "35", "36", MOESAIC_SUMS32(0));         \

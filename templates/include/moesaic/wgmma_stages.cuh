@@ -204,8 +204,8 @@ class WgmmaStages {
   static_assert(kTurns <= 2, "room for two");
 
   __device__ __forceinline__ explicit WgmmaStages(void* shared) {
-    const size_t misaligned = reinterpret_cast<size_t>(__cvta_generic_to_shared(shared)) % kSwizzledBlock;
-    stages_ = static_cast<unsigned char*>(shared) + (kSwizzledBlock - misaligned) % kSwizzledBlock;
+    const auto address = static_cast<unsigned>(reinterpret_cast<size_t>(__cvta_generic_to_shared(shared)));
+    stages_ = static_cast<unsigned char*>(shared) + kept((kSwizzledBlock - address % kSwizzledBlock) % kSwizzledBlock);
     if (threadIdx.x == 0) {
       for (int stage = 0; stage < Shape::kStages; ++stage) {
         mbarrier_init(full(stage), (kCopies ? kFetchThreads : 0) + (kAsks ? 1 : 0));
