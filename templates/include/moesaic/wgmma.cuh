@@ -129,7 +129,7 @@ struct SharedMatrix {
 };
 constexpr unsigned kUpperHalf = kSwizzledBlock >> 4 | 1u << 30;
 __device__ __forceinline__ SharedMatrix shared_matrix(const void* start, int group_bytes) {
-  const auto address = static_cast<unsigned>(__cvta_generic_to_shared(start));
+  const auto address = static_cast<unsigned>(__cvta_generic_to_shared(start)) & 0x3ffff;  // without the block's rank
   return {kept(address >> 4 | static_cast<unsigned>(group_bytes >> 4) << 16)};
 }
 __device__ __forceinline__ SharedMatrix operator+(SharedMatrix matrix, int bytes) {
