@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from moesaic.ir.core import Function, OpResult, Value
-from moesaic.ir.errors import InternalError
 from moesaic.ir.ops.kernel import Ticket
 from moesaic.ir.ops.launch import Alloc, Kernel
 from moesaic.passes.clusters import MOST_BLOCKS, has_clusters
@@ -31,24 +30,29 @@ def cluster_of_finish(op: Kernel, target: str) -> int:
 def drop_tickets(function: Function, target: str) -> None:
     """Takes tickets from kernels that `cluster_of_finish` has a cluster for, and from those that set them to 0.
 
-    Functions are planned without a target; so this is left to ``specialize``.
+    Functions are planned without a target; so this is left to ``specialize``. What has none stays as it is.
     """
     kernels = [op for op in function.body.ops if isinstance(op, Kernel)]
-    writers: dict[Value, Kernel] = {value: op for op in kernels for value in op.written}
+    tickets = {value: (op, zero) for op in kernels for value, zero in _tickets(op)}
     for finish in kernels:
-        if finish.template != "col_finish" or not cluster_of_finish(finish, target):
+        ticket = finish.operands[finish.partials] if finish.partials < finish.reads else None
+        if ticket not in tickets or finish.template != "col_finish" or not cluster_of_finish(finish, target):
             continue
-        ticket = finish.operands[finish.partials]
-        writer = writers[ticket]
-        if finish.region is None or writer.region is None:
-            raise InternalError(f"{finish.symbol}: a ticket between kernels without regions")
+        assert ticket is not None and finish.region is not None
+        writer, zero = tickets[ticket]
+        assert writer.region is not None
         del finish.operands[finish.partials], finish.region.arguments[finish.partials]
         finish.attributes["reads"] = finish.reads - 1
         number = writer.written.index(ticket)
-        zero = writer.region.terminator.operands[number]
-        if not isinstance(zero, OpResult) or not isinstance(zero.op, Ticket):
-            raise InternalError(f"{finish.symbol}: {writer.symbol} writes no ticket for it")
         del writer.operands[writer.reads + number], writer.region.terminator.operands[number]
-        writer.region.ops.remove(zero.op)
+        writer.region.ops.remove(zero)
         if isinstance(ticket, OpResult) and isinstance(ticket.op, Alloc):
             function.body.ops.remove(ticket.op)
+
+
+def _tickets(op: Kernel) -> list[tuple[Value, Ticket]]:
+    """What a kernel writes for blocks of a later one to count up, and the op that it is."""
+    if op.region is None or not op.region.ops:
+        return []
+    pairs = zip(op.written, op.region.terminator.operands, strict=False)
+    return [(v, zero.op) for v, zero in pairs if isinstance(zero, OpResult) and isinstance(zero.op, Ticket)]

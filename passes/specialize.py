@@ -45,13 +45,15 @@ _SLOTS_OF_SHORT_ROWS = 16
 _SLOTS_OF_FEW = {"short": 8, "long": 16}
 _SHORT_ROW = {"few": 32, "many": 64}
 _NARROW_RANKS = 128  # columns; shorter rows of float32 ranks leave too few lanes busy
-_LANES_OF_FEW = 16
+# More are too many for few tokens, as long as they leave a lane no more than `_SLOTS`. 16-bit ranks are short work.
+_LANES_OF_FEW = {"packed": 8, "other": 16}
 _BLOCK_SLOTS = {"few": 16, "many": 24}  # live ones; registers for 24 leave room for 20 warps or so
 _BLOCK_LANES = (64, 512)  # twice as many leave 64 registers a thread, too few for 16 slots
 _USUAL_LANES = 128  # of a block
 _LONG_ROW_OF_FEW = 256  # columns from which on a block of few tokens has more threads; half as many where it is compact
 _LONG_ROW = 512  # columns: longer ones have few lanes to spare
-_RARE_MISS = 1 / 8192  # of warps, that select again: few tokens are hundreds of warps, and the slowest one decides
+_RARE_MISS = {"dense": 1 / 256, "compact": 1 / 1024}  # of warps, that select again: few tokens are hundreds of warps
+_AGAIN = 2.0  # what selecting again costs, of its instructions
 _LISTED_PICKS = 8  # so few are always merged from lists or found by rounds
 _MERGED_PICKS = 16  # so few are, unless ranks are wide and the row is long
 _SORTED_EXPERTS = 128  # rows so short are sorted for many picks
@@ -239,8 +241,9 @@ class Specialize(Pass):
         picks = max((x.columns for x in layouts.values() if x.kind == "picks"), default=1)
         selections = [o for o in op.region.ops if isinstance(o, row.TopK)]
         lanes = self.lanes or min(_WARP, chunks, max(1, chunks * vec // slots, _power_of_two(picks) // _PICKS_A_LANE))
-        if self.tokens == "few" and not self.lanes and chunks * vec <= _SLOTS * _LANES_OF_FEW:
-            lanes = min(lanes, max(_LANES_OF_FEW, _power_of_two(picks) // _PICKS_A_LANE))
+        if self.tokens == "few" and not self.lanes:
+            most_lanes = _LANES_OF_FEW["packed" if selections and not wide else "other"]
+            lanes = min(lanes, max(most_lanes, chunks * vec // _SLOTS, _power_of_two(picks) // _PICKS_A_LANE))
         if not self.lanes and any(_by_radix(o, experts) for o in selections):
             lanes = _WARP
         if not self.lanes and experts > _WARP_EXPERTS:
@@ -265,8 +268,8 @@ class Specialize(Pass):
             way, listed = _selection(most, experts, -(-chunks // lanes) * vec, lanes, self.listed)
             select["select"] = self.select or way
             if select["select"] == "merge":
-                while self.tokens == "few" and not self.listed and _misses_show(op.region, most, listed, lanes):
-                    listed *= 2
+                if self.tokens == "few" and not self.listed:
+                    listed = _never_missing(op.region, most, listed, lanes, dense)
                 select["listed"] = str(listed)
             if (block and select["select"] == "merge") or (lanes < _WARP and select["select"] == "radix"):
                 raise UsageError(
@@ -278,7 +281,7 @@ class Specialize(Pass):
             in_lanes = all(_groups_in_lanes(o, experts, vec, lanes) for o in limits)
             select["groups"] = "block" if block else "lanes" if in_lanes else "shared"
         columns = [o for o in op.region.ops if isinstance(o, col.ColumnReduction)]
-        broad = experts >= (_LONG_ROW_OF_FEW if dense else _LONG_ROW_OF_FEW // 2)
+        broad = experts >= (_LONG_ROW_OF_FEW if dense else _LONG_ROW_OF_FEW // 2) and not (dense and limits)
         threads = self.threads or (64 if self.tokens == "few" and not (selections and broad) else 128)
         per_token = _shared_bytes_per_token(op.region, experts, vec, lanes, select)
         sums = [o for o in columns if isinstance(o, col.Sum)]
@@ -303,8 +306,9 @@ class Specialize(Pass):
         wanted = dense and len(rows) == 1 and experts in _PREFETCH_EXPERTS and not wide and self.tokens == "many"
         many = threads == 128 and self.tokens == "many"
         bounded = grouped and many and experts <= 256 and not sums
-        # A short call of a kernel that only selects begins with its loads, ahead of all that is computed for them.
-        wanted |= self.tokens == "few" and bool(selections) and not (dense or wide or limits or block)
+        # A short call of a kernel that selects and counts begins with its loads, ahead of clearing its counters.
+        counts = any(isinstance(o, col.Count) for o in columns)
+        wanted |= self.tokens == "few" and bool(selections) and counts and not (dense or wide or limits or block)
         wanted = wanted and not segments_of(op.region)  # the next token of a sequence may lie far away
         prefetch = self.prefetch or ("on" if wanted else "off")
         resident = _RESIDENT_WITH_GROUPS if bounded else 1
@@ -470,8 +474,8 @@ def _selection(op: row.TopK, experts: int, slots: int, lanes: int, listed: int) 
 def merging_instructions(listed: int, picks: int, slots: int, lanes: int) -> float:
     """Instructions of a lane that lists its best values and merges lists with the other lanes, shuffles included.
 
-    A list shorter than the picks may miss some; then the warp selects again from full lists. How often, for picks that
-    fall on lanes as they like, is bounded by the sum over the lanes of its tokens.
+    A list shorter than the picks may miss some; then the warp selects again from full lists, while others wait for it.
+    How often, for picks that fall on lanes as they like, is bounded by the sum over the lanes of its tokens.
     """
     full = _power_of_two(picks)
     runs = -(-slots // listed)
@@ -481,7 +485,7 @@ def merging_instructions(listed: int, picks: int, slots: int, lanes: int) -> flo
     for own, strides, doubled in _merges(listed, picks, lanes):
         cost += own * (2 + (1 if doubled else 0) + 3 * strides + own.bit_length() - 1)
     missed = merging_misses(listed, picks, lanes)
-    return cost + missed * merging_instructions(full, picks, slots, lanes) if missed else cost
+    return cost + _AGAIN * missed * merging_instructions(full, picks, slots, lanes) if missed else cost
 
 
 @functools.cache
@@ -494,12 +498,16 @@ def merging_misses(listed: int, picks: int, lanes: int) -> float:
     return min(1.0, _WARP * missed)
 
 
-def _misses_show(region: Block, op: row.TopK, listed: int, lanes: int) -> bool:
-    """Whether few tokens wait for a warp that selects again: a short call ends with its slowest warp. Lists as long as
-    the picks never miss one. Picks of a router with groups fall on the lanes of the groups that are kept."""
+def _never_missing(region: Block, op: row.TopK, listed: int, lanes: int, dense: bool) -> int:
+    """The length of lists, from `listed` on, with which few tokens hardly ever wait for a warp that selects again: a
+    short call ends with its slowest warp. Lists as long as the picks never miss one; beside dense results nothing
+    between pays. Picks of a router with groups fall on the lanes of the groups that are kept."""
     for limit in (o for o in region.ops if isinstance(o, row.GroupLimit)):
         lanes = max(1, lanes * limit.keep // limit.groups)
-    return merging_misses(listed, op.k, lanes) > _RARE_MISS
+    full = _power_of_two(op.k)
+    while listed < full and merging_misses(listed, op.k, lanes) > _RARE_MISS["dense" if dense else "compact"]:
+        listed = full if dense else 2 * listed
+    return listed
 
 
 def merging_shuffles(listed: int, picks: int, lanes: int) -> int:
