@@ -480,11 +480,11 @@ def supervise(arguments: Sequence[str], seconds: float, job: int) -> int:
 
 
 def worth_shipping(key: KernelKey, entry: Entry) -> bool:
-    """Whether an entry wins enough on this card to be right for others."""
+    """Whether an entry is of a search that came to its end, and wins enough on this card to be right for others."""
     _, _, written = key.operands.partition(" -> ")
     streams = key.tokens.startswith(">") and any(kind.startswith(f"Tx{key.experts}x") for kind in written.split())
     least = WORTH_SHIPPING_OF_BYTES if streams and key.template == "row_program" else WORTH_SHIPPING
-    return entry.us <= (1 - least) * entry.default_us
+    return entry.complete and entry.us <= (1 - least) * entry.default_us
 
 
 def install(path: Path) -> None:
@@ -498,7 +498,10 @@ def install(path: Path) -> None:
     before = len(shipped.entries)
     shipped.entries |= {key: entry for key, entry in found.entries.items() if worth_shipping(key, entry)}
     SHIPPED.mkdir(exist_ok=True)
-    others = {n: v for n, v in head.items() if n not in asdict(card)}
+    there = json.loads(shipped.path.read_text(encoding="utf-8"))["environment"].get("gpu", "") if before else ""
+    others = {n: v for n, v in head.items() if n not in asdict(card) and v != "unknown"}
+    gpus = [name for name in (*there.split(", "), others.get("gpu", "")) if name]
+    others["gpu"] = ", ".join(dict.fromkeys(gpus))
     shipped.path.write_text(shipped.text(others), encoding="utf-8")
     print(f"{shipped.path}: {before} entries, now {len(shipped.entries)}")
 

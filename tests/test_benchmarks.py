@@ -401,17 +401,20 @@ def test_what_is_tuned_and_proven(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     for key, (little, enough) in kept.items():
         assert not tuning.worth_shipping(key, replace(entry, us=10 - little / 10))
         assert tuning.worth_shipping(key, replace(entry, us=10 - enough / 10))
+    assert not tuning.worth_shipping(KEY, replace(entry, complete=False))
     for experts in (8, 9):
         found_now = {
             replace(KEY, experts=experts): entry,
             replace(KEY, experts=experts + 10): replace(entry, us=9.9),
         }
-        Table(out / "sm_90a-132.json", card).add(found_now, {"gpu": "H100"})
+        Table(out / "sm_90a-132.json", card).add(found_now, {"gpu": f"H{experts}00", "commit": "unknown"})
         Table(out / "sm_90a-132-h100.json", replace(card, device="H100")).add({KEY: entry})
         assert tuning.main(["--out", str(out), "--install"]) == 0
         (out / "sm_90a-132.json").unlink()
     shipped = Table.load(tmp_path / "tuned" / "sm_90a-132.json", card)
-    assert {key.experts for key in shipped.entries} == {8, 9} and '"gpu": "H100"' in shipped.path.read_text()
+    assert {key.experts for key in shipped.entries} == {8, 9}
+    head = json.loads(shipped.path.read_text())["environment"]
+    assert head == {"target": "sm_90a", "sms": 132, "gpu": "H800, H900"}
     assert [p.name for p in (tmp_path / "tuned").iterdir()] == ["sm_90a-132.json"]
 
 

@@ -25,11 +25,12 @@ from moesaic.runtime import cache
 from moesaic.runtime.kernels import compiled_kernel
 
 _MOST_WORKERS = 8
+_FEW_BYTES = 64  # of local memory, of a thread: a few registers that wait there for a tile to be over take no time
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """What is known of machine code without it: its digest, registers of a thread, and whether it uses local memory."""
+    """What is known of machine code without it: its digest, registers of a thread, whether many more lie in memory."""
 
     cubin_sha256: str
     registers: int
@@ -52,7 +53,8 @@ def compile_here(kernel: GeneratedKernel, target: Target) -> Compiled | str:
     except MoesaicError as error:
         return str(error).partition("\n")[0]
     used = made.resources
-    return Compiled(cache.sha256(made.cubin), used.registers, used.uses_local_memory)
+    local = max(used.stack_bytes, used.spill_store_bytes)
+    return Compiled(cache.sha256(made.cubin), used.registers, local > _FEW_BYTES)
 
 
 class Compilers:

@@ -43,7 +43,7 @@ class Built:
     Attributes:
         kernel: what it is.
         identity: equal for candidates that run alike: of their machine code and of how it is launched.
-        spills: whether it keeps registers in local memory.
+        spills: whether it keeps more than a few registers in local memory.
     """
 
     kernel: GeneratedKernel
