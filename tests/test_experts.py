@@ -215,7 +215,7 @@ HOPPER_TILES: list[tuple[str, dict[str, Any], set[tuple[int, int]]]] = [
         {(128, 128), (256, 128)},
     ),
     ("pingpong", {"num_experts": 3, "hidden": 200, "intermediate": 72, "bias": True}, {(128, 64), (128, 128)}),
-    ("swapped", {"num_experts": 9, "hidden": 264, "intermediate": 136}, {(144, 128), (144, 256)}),
+    ("swapped", {"num_experts": 9, "hidden": 136, "intermediate": 136}, {(144, 128), (144, 256)}),
 ]
 
 
