@@ -231,13 +231,7 @@ class Specialize(Pass):
             isinstance(o, row.GroupLimit) and _groups_in_lanes(o, experts, vec, few_lanes) for o in op.region.ops
         )
         dense = any(layouts[v].kind == "experts" for v in op.region.terminator.operands if v in layouts)
-        short = chunks * vec <= _SHORT_ROW[self.tokens]
-        if self.tokens == "few":
-            slots = _SLOTS_OF_FEW["short" if short else "long"]
-        elif dense:
-            slots = _SLOTS_OF_SHORT_ROWS if short or (wide and not grouped) else _SLOTS
-        else:
-            slots = _SLOTS_OF_SHORT_ROWS if wide and not grouped and experts < _NARROW_RANKS else _SLOTS
+        slots = _slots_wanted(self.tokens, chunks * vec, dense=dense, wide=wide and not grouped)
         picks = max((x.columns for x in layouts.values() if x.kind == "picks"), default=1)
         selections = [o for o in op.region.ops if isinstance(o, row.TopK)]
         lanes = self.lanes or min(_WARP, chunks, max(1, chunks * vec // slots, _power_of_two(picks) // _PICKS_A_LANE))
@@ -352,6 +346,15 @@ def _in_rows(region: Block, argument: Value) -> bool:
     """Whether a kernel reads an operand in rows, rather than one number of it for each slot."""
     users = region.users(argument)
     return not users or any(not isinstance(user, slot.OfPick) for user in users)
+
+
+def _slots_wanted(tokens: str, columns: int, *, dense: bool, wide: bool) -> int:
+    """How many values of a row a lane should hold: of few tokens or many, of float32 ranks if `wide`."""
+    short = columns <= _SHORT_ROW[tokens]
+    if tokens == "few":
+        return _SLOTS_OF_FEW["short" if short else "long"]
+    crowded = short or wide if dense else wide and columns < _NARROW_RANKS
+    return _SLOTS_OF_SHORT_ROWS if crowded else _SLOTS
 
 
 def _row_alignment(value: Value) -> int:
