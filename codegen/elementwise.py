@@ -94,6 +94,11 @@ class Region:
     def comment(self, op: Op) -> str:
         return comment(op, self.name)
 
+    def results(self) -> list[tuple[int, Value, str]]:
+        """Each value that is written: the number of its operand, itself, and the name of the pointer."""
+        values = enumerate(self.body.terminator.operands, self.op.reads)
+        return [(index, value, self.parameters.pointer(index)) for index, value in values]
+
     def fused_ops(self) -> tuple[FusedOp, ...]:
         """All ops of the region."""
         return fused_ops(self.body, self.name)

@@ -48,10 +48,7 @@ class _Emitter:
     def generate(self) -> GeneratedKernel:
         region = self.region
         region.add_pointers({self.sum.x})
-        results = [
-            (self.op.reads + number, value, region.parameters.pointer(self.op.reads + number))
-            for number, value in enumerate(region.body.terminator.operands)
-        ]
+        results = region.results()
         pointer, _ = region.pointers[self.sum.x]
         total = region.name(self.sum.y)
         region.arrays.add(self.sum.y)

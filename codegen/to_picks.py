@@ -44,10 +44,7 @@ class _Emitter:
         slots = self.moves[0].slots
         read = region.values_read() | {move.x for move in self.moves}
         region.add_pointers({slots, *read})
-        results = [
-            (self.op.reads + number, value, region.parameters.pointer(self.op.reads + number))
-            for number, value in enumerate(region.body.terminator.operands)
-        ]
+        results = region.results()
         region.parameters.tokens()
         pointer, stride = region.pointers[slots]
         body = [

@@ -21,8 +21,8 @@ tokens, a part would have too few to be worth the memory it goes through."""
 
 
 def split_wgrads(function: Function, shape_of: Callable[[Kernel], ProductShape], tokens: str) -> None:
-    """Makes two kernels of each gradient that `parts_of` splits: one for the sums of parts, and one that adds them up
-    and does what followed.
+    """Makes two kernels of each gradient that `parts_by_rule` splits: one for the sums of parts, and one that adds them
+    up and does what followed.
 
     Functions are planned without a target; so this is left to ``specialize``.
 
@@ -37,7 +37,7 @@ def split_wgrads(function: Function, shape_of: Callable[[Kernel], ProductShape],
     slot_of: dict[int, int] = {}  # by elements: parts are added up at once, and the next gradient's may lie there
     for op in kernels:
         wgrad = splits(op)
-        parts = 1 if wgrad is None else parts_of(wgrad, shape_of(op), tokens)
+        parts = 1 if wgrad is None else parts_by_rule(wgrad, shape_of(op), tokens)
         if wgrad is None or parts == 1:
             continue
         size = parts * python_math.prod(wgrad.sizes())
@@ -55,7 +55,7 @@ def splits(op: Kernel) -> slot.Wgrad | None:
     return found[0] if len(found) == 1 and alone and read else None
 
 
-def parts_of(wgrad: slot.Wgrad, shape: ProductShape, tokens: str) -> int:
+def parts_by_rule(wgrad: slot.Wgrad, shape: ProductShape, tokens: str) -> int:
     """A power of two, so many that the blocks of all parts run at once; 1 where blocks of the whole keep more than half
     of the multiprocessors busy."""
     blocks = shape.blocks_of_matrix(*wgrad.sizes())

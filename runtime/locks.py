@@ -90,7 +90,7 @@ def compile_slot() -> Iterator[None]:
     jobs = environment.COMPILE_JOBS.get() or default_jobs()
     lock = None
     try:
-        lock = _free_slot(_slots_folder(), jobs)
+        lock = _free_slot(_host_folder(), jobs)
         if lock is None:
             _log.warning("no place for a compile came free in %g s; compiling without one", SLOT_SECONDS)
     except OSError as error:
@@ -115,7 +115,7 @@ def card_turn(card: str) -> Iterator[None]:
     """
     lock = None
     try:
-        lock = acquire(_slots_folder() / f"card-{card}.lock", TURN_SECONDS, _TURN_POLL_SECONDS)
+        lock = acquire(_host_folder() / f"card-{card}.lock", TURN_SECONDS, _TURN_POLL_SECONDS)
         if lock is None:
             _log.warning("card %s was busy for %g s; timing beside whatever runs there", card, TURN_SECONDS)
     except OSError as error:
@@ -127,7 +127,7 @@ def card_turn(card: str) -> Iterator[None]:
             lock.release()
 
 
-def _slots_folder() -> Path:
+def _host_folder() -> Path:
     # Not in the cache: the bound is for one host's memory, while hosts may share a cache, and a cache may be unusable.
     folder = Path(tempfile.gettempdir()) / f"moesaic-{os.geteuid()}"
     folders.make_private(folder)

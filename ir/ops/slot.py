@@ -439,11 +439,9 @@ class WgradParts(Outer):
         a, b = (xp.upcast(o) for o in operands)
         each = self.rows_of_part(xp.shape(a)[0])
         parts = [slice(part * each, (part + 1) * each) for part in range(self.parts)]
-        sums = (xp.expand_dims(xp.matmul(xp.transpose(a[rows]), b[rows])) for rows in parts)
         m, n = self.sizes()
-        together = functools.reduce(xp.concatenate, sums)  # [m, n, P]
-        turned = xp.transpose(xp.reshape(together, (m * n, self.parts)))
-        return xp.reshape(turned, (self.parts, m, n))
+        sums = (xp.reshape(xp.matmul(xp.transpose(a[rows]), b[rows]), (m * n,)) for rows in parts)
+        return xp.reshape(functools.reduce(xp.concatenate, sums), (self.parts, m, n))
 
 
 class SumParts(SlotOp):
