@@ -1,4 +1,4 @@
-"""What all tests share: markers, golden files, a cache of their own, and the closing report on what was skipped."""
+"""What all tests share: markers, golden files, a cache of their own, the command line, and a closing report."""
 
 import difflib
 import functools
@@ -172,3 +172,30 @@ def diff(name: str, expected: str, actual: str, limit: int = 100) -> str:
     if len(lines) > limit:
         lines[limit:] = [f"… and {len(lines) - limit} more lines"]
     return "\n".join(lines)
+
+
+# The command line -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def moesaic(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str, str]]:
+    """Runs a command in this process: exit code, stdout, stderr."""
+    from moesaic.cli import main
+
+    monkeypatch.setenv("COLUMNS", "100")
+
+    def invoke(*arguments: object) -> tuple[int, str, str]:
+        code = main([str(a) for a in arguments])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return invoke
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    from command_line import SMALL
+
+    path = tmp_path / "small.moe"
+    path.write_text(SMALL)
+    return path

@@ -14,9 +14,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from device_kernels import emulate, run_on_gpu
 from routing import COMPILED, device_of
 from slot_kernels import ORDERS, launch, operands, poisoned, region_op
-from test_device_helpers import emulate, run_on_gpu
 
 import moesaic as mo
 from moesaic.codegen import sum_parts

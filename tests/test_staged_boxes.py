@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_device_helpers import Map, emulate, run_on_gpu, stored
+from device_kernels import Map, emulate, run_on_gpu, stored
 
 from moesaic.codegen import nvrtc
 from moesaic.ir.errors import EmulationError

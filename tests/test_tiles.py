@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_device_helpers import emulate
+from device_kernels import emulate
 from tiles import (
     DEFAULT_MMA,
     DEFAULT_SIMT,

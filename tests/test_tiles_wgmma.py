@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_device_helpers import run_on_gpu
+from device_kernels import run_on_gpu
 from tiles import (
     DEFAULT_WGMMA,
     Case,

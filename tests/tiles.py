@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_device_helpers import Map, emulate, run_on_gpu, stored
+from device_kernels import Map, emulate, run_on_gpu, stored
 
 from moesaic.codegen.fetching import box_rows
 from moesaic.ir.types import DType

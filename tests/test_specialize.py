@@ -1,0 +1,104 @@
+"""``specialize``: the IR it makes, as FileCheck lines, and what it says and refuses."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lowering import lower
+
+import moesaic as mo
+from moesaic.ir.errors import UnsupportedError, UsageError
+from moesaic.passes.manager import PassManager
+from moesaic.passes.specialize import MAX_EXPERTS, Specialize
+
+
+def configuration(router, pipeline="forward", dtype="f32"):
+    m, _ = lower(router.module(dtype), pipeline)
+    return [op.configuration for op in m.walk() if op.name == "launch.kernel"]
+
+
+def test_specialize():
+    [rows, finish] = configuration(mo.Router(num_experts=128, top_k=8, score="softmax"), dtype="bf16")
+    assert rows["target"] == finish["target"] == "sm_90a"
+    assert rows["grid"] == "persistent" and rows["select"] in ("merge", "rounds") and rows["alignment"] == "16"
+    assert int(rows["vec"]) == 8
+    [rows] = configuration(mo.Router(num_experts=128, top_k=64, outputs=("weights",)))
+    assert rows["grid"] == "cover" and rows["select"] == "sort" and int(rows["vec"]) == 4
+
+
+@settings(max_examples=60)
+@given(
+    st.one_of(st.integers(1, 1024), st.integers(1025, MAX_EXPERTS)),
+    st.sampled_from(["f32", "bf16"]),
+    st.sampled_from([("weights", "indices", "counts"), ("probs", "map"), ("indices",)]),
+    st.data(),
+)
+def test_every_number_of_experts_has_a_configuration(experts, dtype, outputs, data):
+    k = data.draw(st.integers(1, min(experts, 40)))
+    router = mo.Router(num_experts=experts, top_k=k, outputs=outputs, renormalize=True)
+    for config in configuration(router, "default", dtype):
+        if "lanes" not in config:
+            continue
+        lanes, vec, threads = (int(config[n]) for n in ("lanes", "vec", "threads"))
+        assert lanes & (lanes - 1) == 0 and 1 <= lanes <= 1024 and experts % vec == 0 and vec & (vec - 1) == 0
+        assert lanes == threads if experts > 1024 else lanes <= 32
+        slots = -(-experts // (lanes * vec)) * vec
+        assert lanes * slots >= experts and slots <= 32, "membership packs one bit a slot into a word"
+        assert threads % 32 == 0 and threads % lanes == 0 and 32 <= threads <= 1024
+        if vec > 1:
+            assert vec * (2 if dtype == "bf16" else 4) <= 16
+
+
+def test_limits_of_specialize():
+    assert MAX_EXPERTS == 16384
+    assert configuration(mo.Router(num_experts=16384, top_k=3))
+    with pytest.raises(UnsupportedError, match="rows of 16385 experts: a row program holds up to 16384 in registers"):
+        configuration(mo.Router(num_experts=16385, top_k=3))
+    with pytest.raises(UnsupportedError, match="1 lanes cannot hold a row of 128 experts"):
+        configuration(mo.Router(num_experts=128, top_k=3), "forward,specialize{lanes=1}")
+    assert configuration(mo.Router(num_experts=32, top_k=3), "forward,specialize{lanes=1}")
+    with pytest.raises(UnsupportedError, match="1 lanes cannot hold a row of 33 experts"):
+        configuration(mo.Router(num_experts=33, top_k=3), "forward,specialize{lanes=1}")
+    with pytest.raises(UnsupportedError, match="3 lanes cannot hold"):
+        configuration(mo.Router(num_experts=12, top_k=3), "forward,specialize{lanes=3}")
+    with pytest.raises(UnsupportedError, match="64 lanes cannot hold a row of 4096 experts"):
+        configuration(mo.Router(num_experts=4096, top_k=3), "forward,specialize{lanes=64}")
+    with pytest.raises(UsageError, match="64 lanes that share a token are a whole block, not 128 threads"):
+        configuration(mo.Router(num_experts=512, top_k=3), "forward,specialize{lanes=64 threads=128}")
+    for lanes, way in ((64, "merge"), (16, "radix")):
+        with pytest.raises(UsageError, match=f"select={way} does not work over {lanes} lanes"):
+            configuration(mo.Router(num_experts=512, top_k=3), f"forward,specialize{{lanes={lanes} select={way}}}")
+
+
+@pytest.mark.parametrize(
+    ("experts", "picks", "dtype", "lanes", "vec", "select"),
+    [
+        (512, 10, "bf16", 16, 8, "merge"),
+        (896, 16, "bf16", 32, 4, "merge"),
+        (896, 16, "f32", 32, 4, "radix"),
+        (512, 16, "f32", 16, 4, "merge"),
+        (512, 17, "bf16", 32, 8, "radix"),
+        (256, 17, "bf16", 8, 8, "rounds"),
+        (256, 17, "f32", 32, 4, "radix"),
+        (256, 64, "bf16", 32, 8, "radix"),
+        (128, 64, "bf16", 8, 8, "sort"),
+        (1025, 2, "bf16", 64, 1, "rounds"),
+        (2304, 36, "bf16", 128, 2, "radix"),
+        (4096, 36, "f32", 256, 4, "radix"),
+        (4096, 2049, "f32", 256, 4, "sort"),
+        (16384, 36, "bf16", 512, 8, "radix"),
+    ],
+)
+def test_specialize_spreads_long_rows_and_many_picks(experts, picks, dtype, lanes, vec, select):
+    [rows] = configuration(mo.Router(num_experts=experts, top_k=picks, outputs=("weights",)), dtype=dtype)
+    assert (rows["lanes"], rows["vec"], rows["select"]) == (str(lanes), str(vec), select)
+
+
+def test_options_of_specialize():
+    router = mo.Router(num_experts=64, top_k=3, selection_bias=True)
+    options = "forward,specialize{target=sm_80 lanes=8 threads=64 select=rounds alignment=2,4}"
+    [rows, _] = configuration(router, options)
+    wanted = {"target": "sm_80", "lanes": "8", "threads": "64", "select": "rounds", "alignment": "2,4"}
+    assert {n: rows[n] for n in wanted} == wanted
+    [rows, _] = configuration(router, "forward,specialize{alignment=2}")
+    assert rows["alignment"] == "2,16", "an input without an entry has 16"
+    assert Specialize() == PassManager("specialize").passes[0]
