@@ -61,10 +61,13 @@ def tile_type(shape: ProductShape, left: Fetch, right: Fetch, staged: bool) -> s
     return f"moesaic::{shape.tile}<{', '.join(['Element', 'Shape', *ways])}>"
 
 
-def in_two_roles(items: str, fetch: Sequence[str], multiply: Sequence[str], staged: bool) -> list[str]:
-    """A kernel's body: both roles go over the same items, a pair of blocks having one at a time."""
+def in_two_roles(number: str, items: str, fetch: Sequence[str], multiply: Sequence[str], staged: bool) -> list[str]:
+    """A kernel's body: both roles go over the same items, a pair of blocks having one at a time.
+
+    `number` is the type of an item's number, `items` how many there are: what takes registers through all of a product.
+    """
     begin, end = (["  Staged staged(tile.staged());"], ["  staged.finish();"]) if staged else ([], [])
-    loop = f"for (long long n = blockIdx.x / Tile::kPair; n < {items}; n += gridDim.x / Tile::kPair) {{"
+    loop = f"for ({number} n = blockIdx.x / Tile::kPair; n < {items}; n += gridDim.x / Tile::kPair) {{"
     return [
         "Tile tile(shared);",
         "",

@@ -163,7 +163,7 @@ class _Emitter:
         rows = self.product.x
         if self._rows_operand() is not rows:
             return None
-        first = "static_cast<int>(first_slot)" if self.grouped else "static_cast<int>(first_token)"
+        first = "first_slot" if self.grouped else "static_cast<int>(first_token)"
         # Of a tile that may have few rows, boxes without any do not come.
         tall = self.shape.rows // 3 if self.shape.swapped else box_rows(self.shape.rows)
         return Boxes(self.parameters.index(rows), tall, matrix="0", first=first)
@@ -192,7 +192,8 @@ class _Emitter:
     def _body(self) -> list[str]:
         lines = ["MOESAIC_DYNAMIC_SHARED(unsigned char, shared);"]
         if self.shape.fetches:
-            roles = in_two_roles("items", self._fetch(), self._multiply(), self.staging is not None)
+            number, items = ("int", "first_item[kExperts]") if self.grouped else ("long long", "items")
+            roles = in_two_roles(number, items, self._fetch(), self._multiply(), self.staging is not None)
             return [*lines, *self._items(), *roles]
         if isinstance(self.product, slot.GroupedLinear):
             counts = self.parameters.pointer(self.parameters.index(self.product.counts))
@@ -216,7 +217,7 @@ class _Emitter:
                 "const int expert = moesaic::expert_of_tile<kExperts>(first_tile, row_tile);",
                 "const int first_row = (row_tile - first_tile[expert]) * kTileRows;",
                 f"const int rows = moesaic::load_one({counts} + expert) - first_row;  // of the expert that are left",
-                f"const long long first_slot = moesaic::load_one({offsets} + expert) + first_row;",
+                f"const int first_slot = moesaic::load_one({offsets} + expert) + first_row;",
             ]
         else:
             lines += [
@@ -269,7 +270,6 @@ class _Emitter:
             f"  const int row_tiles = {self._row_tiles('rows')};",
             "  return static_cast<int>(moesaic::items_of<Tile::kPair>(row_tiles, kColumnTiles));",
             "});",
-            "const long long items = first_item[kExperts];",
         ]
 
     def _row_tiles(self, rows: str) -> str:
@@ -304,13 +304,13 @@ class _Emitter:
                 "const int rows = item.idle ? 0 : count - first_row;  // of the expert that are left",
             ]
         return [
-            "const int expert = moesaic::expert_of_tile<kExperts>(first_item, static_cast<int>(n));",
+            "const int expert = moesaic::expert_of_tile<kExperts>(first_item, n);",
             f"const int count = moesaic::load_one({counts} + expert);",
             *tiles,
             "const auto item =",
             "    moesaic::item_of<Tile::kPair>(n - first_item[expert], Tile::rank(), row_tiles, kColumnTiles);",
             *rows,
-            f"const long long first_slot = moesaic::load_one({offsets} + expert) + first_row;",
+            f"const int first_slot = moesaic::load_one({offsets} + expert) + first_row;",
             "const int first_column = item.column_tile * kTileColumns;",
         ]
 

@@ -139,7 +139,7 @@ class _Emitter:
     def _body(self) -> list[str]:
         lines = ["MOESAIC_DYNAMIC_SHARED(unsigned char, shared);"]
         if self.shape.fetches:
-            roles = in_two_roles("items", self._fetch(), self._multiply(), self.staging is not None)
+            roles = in_two_roles("long long", "items", self._fetch(), self._multiply(), self.staging is not None)
             return [*lines, *self._items(), *roles]
         tile = ["const int rest = static_cast<int>(n % (kRowTiles * kColumnTiles));"]
         tile += [

@@ -77,10 +77,10 @@ class ProductShape:
 
         On Hopper, tiles by wgmma have two warpgroups that multiply, and four warps that fetch for them. They share a
         tile of 128 x 256, which needs the least of what it multiplies from the L2 cache, unless much is left to do
-        after a product: then they have tiles of 128 x 128 in turn. Tiles by mma.sync have four warps of 64 x 64, which
-        read the least of shared memory for each product; two such blocks share a multiprocessor, so that one multiplies
-        while the other is at its epilogue. Float32 operands go to tensor cores only if they may be rounded to tf32.
-        Others have 32 elements a thread.
+        after a product: then they have tiles of 64 x 256 in turn, or of 128 x 128 where there are no more columns.
+        Tiles by mma.sync have four warps of 64 x 64, which read the least of shared memory for each product; two such
+        blocks share a multiprocessor, so that one multiplies while the other is at its epilogue. Float32 operands go to
+        tensor cores only if they may be rounded to tf32. Others have 32 elements a thread.
 
         Args:
             dtype: of the operands.
@@ -101,6 +101,8 @@ class ProductShape:
         tile = "" if tile == "swapped" else tile
         wgmma = (hopper and not tile) or tile in ("cooperative", "pingpong")
         if wgmma and dtype in _SIXTEEN_BITS and parts * whole >= 128:
+            if reads and not tile and parts * whole >= 256:
+                return cls("WgmmaTile", 64, 256 // parts, 64, 5, 384, 1, True)
             if tile == "pingpong" or (reads and not tile):
                 return cls("WgmmaTile", 128, 128 // parts, 64, 6, 384, 1, True)
             if tall or parts * whole < 256:

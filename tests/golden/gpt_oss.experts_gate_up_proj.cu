@@ -43,20 +43,19 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
     const int row_tiles = (rows + kTileRows - 1) / kTileRows;
     return static_cast<int>(moesaic::items_of<Tile::kPair>(row_tiles, kColumnTiles));
   });
-  const long long items = first_item[kExperts];
   Tile tile(shared);
 
   if (Tile::fetches()) {
     moesaic::give_registers<Tile::kFetchRegisters>();
-    for (long long n = blockIdx.x / Tile::kPair; n < items; n += gridDim.x / Tile::kPair) {
-      const int expert = moesaic::expert_of_tile<kExperts>(first_item, static_cast<int>(n));
+    for (int n = blockIdx.x / Tile::kPair; n < first_item[kExperts]; n += gridDim.x / Tile::kPair) {
+      const int expert = moesaic::expert_of_tile<kExperts>(first_item, n);
       const int count = moesaic::load_one(counts_ptr + expert);
       const int row_tiles = (count + kTileRows - 1) / kTileRows;
       const auto item =
           moesaic::item_of<Tile::kPair>(n - first_item[expert], Tile::rank(), row_tiles, kColumnTiles);
       const int first_row = static_cast<int>(item.row_tile) * kTileRows;
       const int rows = item.idle ? 0 : count - first_row;  // of the expert that are left
-      const long long first_slot = moesaic::load_one(offsets_ptr + expert) + first_row;
+      const int first_slot = moesaic::load_one(offsets_ptr + expert) + first_row;
       const int first_column = item.column_tile * kTileColumns;
 
       const auto left = [&](int r) -> const Element* { return x_ptr + static_cast<long long>(moesaic::load_one(tokens_ptr + first_slot + r)) * x_stride; };
@@ -65,15 +64,15 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
     }
   } else {
     moesaic::take_registers<Tile::kWorkRegisters>();
-    for (long long n = blockIdx.x / Tile::kPair; n < items; n += gridDim.x / Tile::kPair) {
-      const int expert = moesaic::expert_of_tile<kExperts>(first_item, static_cast<int>(n));
+    for (int n = blockIdx.x / Tile::kPair; n < first_item[kExperts]; n += gridDim.x / Tile::kPair) {
+      const int expert = moesaic::expert_of_tile<kExperts>(first_item, n);
       const int count = moesaic::load_one(counts_ptr + expert);
       const int row_tiles = (count + kTileRows - 1) / kTileRows;
       const auto item =
           moesaic::item_of<Tile::kPair>(n - first_item[expert], Tile::rank(), row_tiles, kColumnTiles);
       const int first_row = static_cast<int>(item.row_tile) * kTileRows;
       const int rows = item.idle ? 0 : count - first_row;  // of the expert that are left
-      const long long first_slot = moesaic::load_one(offsets_ptr + expert) + first_row;
+      const int first_slot = moesaic::load_one(offsets_ptr + expert) + first_row;
       const int first_column = item.column_tile * kTileColumns;
 
       tile.clear();  // %h = slot.grouped_linear %gathered, %gate_up_proj, %counts, %offsets {transposed = true}

@@ -57,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) experts_backward_down_pro
     const int expert = moesaic::expert_of_tile<kExperts>(first_tile, row_tile);
     const int first_row = (row_tile - first_tile[expert]) * kTileRows;
     const int rows = moesaic::load_one(saved_counts_ptr + expert) - first_row;  // of the expert that are left
-    const long long first_slot = moesaic::load_one(saved_offsets_ptr + expert) + first_row;
+    const int first_slot = moesaic::load_one(saved_offsets_ptr + expert) + first_row;
 
     const auto left = [&](int r) -> const Element* { return d_hidden_ptr + static_cast<long long>(moesaic::load_one(saved_tokens_ptr + first_slot + r)) * d_hidden_stride; };
     const Element* const weight = down_proj_ptr + expert * down_proj_stride;

@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) experts_down_proj(
     const int expert = moesaic::expert_of_tile<kExperts>(first_tile, row_tile);
     const int first_row = (row_tile - first_tile[expert]) * kTileRows;
     const int rows = moesaic::load_one(counts_ptr + expert) - first_row;  // of the expert that are left
-    const long long first_slot = moesaic::load_one(offsets_ptr + expert) + first_row;
+    const int first_slot = moesaic::load_one(offsets_ptr + expert) + first_row;
 
     const auto left = [&](int r) -> const Element* { return activated_ptr + (first_slot + r) * 17LL; };
     const Element* const weight = down_proj_ptr + expert * down_proj_stride;

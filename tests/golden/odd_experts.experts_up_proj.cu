@@ -53,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) experts_up_proj(
     const int expert = moesaic::expert_of_tile<kExperts>(first_tile, row_tile);
     const int first_row = (row_tile - first_tile[expert]) * kTileRows;
     const int rows = moesaic::load_one(counts_ptr + expert) - first_row;  // of the expert that are left
-    const long long first_slot = moesaic::load_one(offsets_ptr + expert) + first_row;
+    const int first_slot = moesaic::load_one(offsets_ptr + expert) + first_row;
 
     const auto left = [&](int r) -> const Element* { return x_ptr + static_cast<long long>(moesaic::load_one(tokens_ptr + first_slot + r)) * x_stride; };
     const Element* const weight = up_proj_ptr + expert * up_proj_stride;

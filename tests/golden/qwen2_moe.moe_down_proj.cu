@@ -40,38 +40,37 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
     const int row_tiles = (rows + kTileRows - 1) / kTileRows;
     return static_cast<int>(moesaic::items_of<Tile::kPair>(row_tiles, kColumnTiles));
   });
-  const long long items = first_item[kExperts];
   Tile tile(shared);
 
   if (Tile::fetches()) {
     moesaic::give_registers<Tile::kFetchRegisters>();
-    for (long long n = blockIdx.x / Tile::kPair; n < items; n += gridDim.x / Tile::kPair) {
-      const int expert = moesaic::expert_of_tile<kExperts>(first_item, static_cast<int>(n));
+    for (int n = blockIdx.x / Tile::kPair; n < first_item[kExperts]; n += gridDim.x / Tile::kPair) {
+      const int expert = moesaic::expert_of_tile<kExperts>(first_item, n);
       const int count = moesaic::load_one(counts_ptr + expert);
       const int row_tiles = (count + kTileRows - 1) / kTileRows;
       const auto item =
           moesaic::item_of<Tile::kPair>(n - first_item[expert], Tile::rank(), row_tiles, kColumnTiles);
       const int first_row = static_cast<int>(item.row_tile) * kTileRows;
       const int rows = item.idle ? 0 : count - first_row;  // of the expert that are left
-      const long long first_slot = moesaic::load_one(offsets_ptr + expert) + first_row;
+      const int first_slot = moesaic::load_one(offsets_ptr + expert) + first_row;
       const int first_column = item.column_tile * kTileColumns;
 
-      const moesaic::Boxes<64> left{activated_map, 0, static_cast<int>(first_slot), 0, 0};
+      const moesaic::Boxes<64> left{activated_map, 0, first_slot, 0, 0};
       const moesaic::Boxes<128> right{down_proj_map, expert, first_column, 0, 0};
       tile.fetch(left, right, kDepth, moesaic::smaller(kTileRows, rows), kColumns - first_column, item.together);
     }
   } else {
     moesaic::take_registers<Tile::kWorkRegisters>();
     Staged staged(tile.staged());
-    for (long long n = blockIdx.x / Tile::kPair; n < items; n += gridDim.x / Tile::kPair) {
-      const int expert = moesaic::expert_of_tile<kExperts>(first_item, static_cast<int>(n));
+    for (int n = blockIdx.x / Tile::kPair; n < first_item[kExperts]; n += gridDim.x / Tile::kPair) {
+      const int expert = moesaic::expert_of_tile<kExperts>(first_item, n);
       const int count = moesaic::load_one(counts_ptr + expert);
       const int row_tiles = (count + kTileRows - 1) / kTileRows;
       const auto item =
           moesaic::item_of<Tile::kPair>(n - first_item[expert], Tile::rank(), row_tiles, kColumnTiles);
       const int first_row = static_cast<int>(item.row_tile) * kTileRows;
       const int rows = item.idle ? 0 : count - first_row;  // of the expert that are left
-      const long long first_slot = moesaic::load_one(offsets_ptr + expert) + first_row;
+      const int first_slot = moesaic::load_one(offsets_ptr + expert) + first_row;
       const int first_column = item.column_tile * kTileColumns;
 
       tile.clear();  // %grouped_linear = slot.grouped_linear %activated, %down_proj, %counts, %offsets {transposed = false}

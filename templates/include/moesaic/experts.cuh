@@ -65,9 +65,10 @@ __device__ __forceinline__ long long items_of(long long row_tiles, int column_ti
   return row_tiles / kPair * column_tiles + row_tiles % kPair * ((column_tiles + kPair - 1) / kPair);
 }
 
-template <int kPair>
-__device__ __forceinline__ Item item_of(long long number, int rank, long long row_tiles, int column_tiles) {
-  const long long below = row_tiles / kPair * column_tiles;
+// `Number` is int where tiles are counted by experts, and long long where tokens alone say how many there are.
+template <int kPair, typename Number>
+__device__ __forceinline__ Item item_of(Number number, int rank, Number row_tiles, int column_tiles) {
+  const Number below = row_tiles / kPair * column_tiles;
   if (number < below) {
     return {number / column_tiles * kPair + rank, static_cast<int>(number % column_tiles), kPair > 1, false};
   }
