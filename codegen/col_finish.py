@@ -38,7 +38,7 @@ class _Emitter:
         self.cluster = int(op.configuration.get("cluster", "0"))
         self.sums = op.region.arguments[: op.partials]
         self.ops = op.region.ops[:-1]
-        self.parameters = Parameters(op, ("i", "tile", "rows", "sequences", "kThreads"))
+        self.parameters = Parameters(op, ("i", "tile", "rows", "sequences", "kThreads", "kept"))
         self.pointers: dict[Value, str] = {}  # of what is read; of a sum, once it is finished
         self.partials: list[str] = []
         self.results: list[tuple[Value, str]] = []
@@ -49,12 +49,14 @@ class _Emitter:
         body, blocks, per_sequence = self._summing()
         if self.ops:
             if self.cluster:
-                body += ["", "moesaic::sync_cluster();  // sums are in memory", "if (blockIdx.x > 0) return;"]
+                body += self._collecting()
             elif self.sums:
                 body += ["", f"if (!moesaic::is_last_block({self.ticket})) return;"]
             else:
                 blocks = 1
             body += self._computing()
+            if self.cluster:
+                body.append("moesaic::cluster_wait();")
         source = render(
             "col_finish.cu.j2",
             {
@@ -109,21 +111,30 @@ class _Emitter:
     def _summing(self) -> tuple[list[str], int, int]:
         """Lines that add up partial rows, and how many blocks they need: in all, and for each sequence."""
         lines = ["int tile = blockIdx.x;"] if self.sums else []
+        if self.cluster:
+            lines.insert(0, "__shared__ int kept[moesaic::kTileColumns];  // sums of this block's tile, as bits")
         blocks = per_sequence = 0
         for number, (value, partial) in enumerate(zip(self.sums, self.partials, strict=True)):
             columns = columns_of(value)
             tiles = tiles_of(columns)
             total = self.pointers[value]
             last = number == len(self.sums) - 1
-            call = f"moesaic::sum_partial_rows<{columns}, kThreads>"
+            summed = f"moesaic::sum_partial_rows<{columns}, kThreads>"
             if value.type.leading == "N":
                 per_sequence += tiles
-                where = f"{partial} + sequence * own * {columns}, own, tile % {tiles}, {total} + sequence * {columns}"
-                own = [f"const long long sequence = tile / {tiles}, own = rows / sequences;", f"{call}({where});"]
+                own = [
+                    f"const long long sequence = tile / {tiles}, own = rows / sequences;",
+                    f"const auto total = {summed}({partial} + sequence * own * {columns}, own, tile % {tiles});",
+                    f"moesaic::store_totals<{columns}>({total} + sequence * {columns}, tile % {tiles}, total);",
+                ]
                 size = f"{tiles} * sequences" if tiles > 1 else "sequences"
+            elif self.cluster:
+                blocks += tiles
+                own = [f"moesaic::keep_totals(kept, {summed}({partial}, rows, tile));"]
+                size = str(tiles)
             else:
                 blocks += tiles
-                own = [f"{call}({partial}, rows, tile, {total});"]
+                own = [f"moesaic::store_totals<{columns}>({total}, tile, {summed}({partial}, rows, tile));"]
                 size = str(tiles)
             lines.append(f"if (tile >= 0 && tile < {size}) {{  // %{value.name or 'sums'}")
             lines += ["  " + line for line in own] + ["}"]
@@ -131,13 +142,34 @@ class _Emitter:
                 lines.append(f"tile -= {size};")
         return lines, blocks, per_sequence
 
+    def _collecting(self) -> list[str]:
+        """Lines after which the first block of the cluster has all sums, and the others have ended."""
+        lines = [
+            "",
+            "// The first block fetches the sums of all, whose shared memory has to be there until then.",
+            "moesaic::sync_cluster();",
+            "if (blockIdx.x > 0) {",
+            "  moesaic::cluster_arrive_after_reading();",
+            "  moesaic::cluster_wait();",
+            "  return;",
+            "}",
+        ]
+        first = 0
+        for value in self.sums:
+            columns, name = columns_of(value), self.parameters.unique(f"{self._name(value)}_total")
+            call = f"moesaic::fetch_totals<{columns}, kThreads>(kept, /*first block=*/{first}, {name}, "
+            lines += [f"__shared__ {register(value)} {name}[{columns}];", f"{call}{self.pointers[value]});"]
+            self.pointers[value] = name
+            first += tiles_of(columns)
+        return [*lines, "moesaic::cluster_arrive_after_reading();", "__syncthreads();"]
+
     # --------------------------------------------------------------------------------------------- computation
 
     def _computing(self) -> list[str]:
         lines: list[str] = [""]
-        for value, pointer in self.pointers.items():
+        for value in self.pointers:
             if _is_number(value):
-                lines.append(f"const {register(value)} {self._name(value)} = {self._load(value, pointer)};")
+                lines.append(f"const {register(value)} {self._name(value)} = {self._load(value, '0')};")
         for op in self.ops:
             value = op.results[0]
             if isinstance(op, col.Rows):
@@ -179,8 +211,8 @@ class _Emitter:
                 assert isinstance(needed.op, math.Elementwise)
                 inside.append(definition(needed.op, self._read, self._name))
             else:
-                where = f"{self.pointers[needed]} + {_place(needed, value)}"
-                inside.append(f"const {register(needed)} {self._name(needed)} = {self._load(needed, where)};")
+                loaded = self._load(needed, _place(needed, value))
+                inside.append(f"const {register(needed)} {self._name(needed)} = {loaded};")
         return [
             f"for (long long i = threadIdx.x; i < {end}; i += kThreads) {{",
             *("  " + line for line in [*inside, last]),
@@ -205,8 +237,12 @@ class _Emitter:
     def _read(self, value: Value) -> str:
         return literal(value.value) if isinstance(value, Constant) else self._name(value)
 
-    def _load(self, value: Value, where: str) -> str:
-        loaded = f"moesaic::{'load_written' if value in self.sums else 'load_one'}({where})"
+    def _load(self, value: Value, place: str) -> str:
+        pointer = self.pointers[value]
+        if value in self.sums and self.cluster:
+            return f"{pointer}[{place}]"
+        address = pointer if place == "0" else f"{pointer} + {place}"
+        loaded = f"moesaic::{'load_written' if value in self.sums else 'load_one'}({address})"
         return loaded if register(value) == "bool" else f"moesaic::to_float({loaded})"
 
     def _stored(self, value: Value) -> str:

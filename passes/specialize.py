@@ -23,8 +23,9 @@ from moesaic.ir.ops import col, row, slot
 from moesaic.ir.ops.kernel import segments_of
 from moesaic.ir.ops.launch import Kernel
 from moesaic.ir.types import DType
+from moesaic.passes.clusters import MOST_BLOCKS
 from moesaic.passes.dispatch_shape import dispatch_config
-from moesaic.passes.finish_in_cluster import cluster_of_finish, drop_tickets
+from moesaic.passes.finish_in_cluster import cluster_of_finish, drop_tickets, tiles_of
 from moesaic.passes.manager import Pass, PassContext
 from moesaic.passes.merge_dispatch import merge_dispatches
 from moesaic.passes.product_shape import ProductShape, product_shape
@@ -69,9 +70,15 @@ _RESIDENT_WITH_GROUPS = 4  # blocks a multiprocessor; without the bound, registe
 _RESIDENT_LANES = 768  # the same for blocks that select by radix
 _RESIDENT_LANES_OF_WIDE_RANKS = 512
 _BOUNDED_SLOTS = 18  # of a lane, at most: more do not fit these registers
+_RESIDENT_WITH_SUMS = 4  # blocks that have rows of sums, too: the bound costs less than what a fourth one hides
 _RESIDENT_WHERE_COMPACT = 8  # a kernel that only selects waits for what it loads: more warps hide more of that
 _SUMMED_SLOTS = 16  # from so many on, a lane of a warp keeps its sums over tokens in shared memory
+_SUMMED_WHERE_COMPACT = 128  # columns; lanes that share so short a row keep them in registers even so
+_THREADS_OF_COMPACT_SUMS = 256
 _PREFETCH_EXPERTS = range(128, 4097)  # shorter rows leave enough loads in flight as it is, longer ones no registers
+# Of a block that adds up partial rows, by how many tiles there are: few threads find room beside the last blocks of the
+# kernel before, and wait there; what follows long sums takes more.
+_FINISH_THREADS = {"few": 512, "many": 1024}
 
 DIGIT_WORDS = 260
 """Words of shared memory in which a team counts digits (``Digits`` of select_block.cuh)."""
@@ -191,7 +198,9 @@ class Specialize(Pass):
             return replace(self, points=(), **free)._row_program(op, aligned, layouts)
         if op.template == "col_finish":
             cluster = cluster_of_finish(op, self.target)
-            return {"threads": "1024", **({"cluster": str(cluster)} if cluster else {})}
+            tiles = sum(tiles_of(_columns(v)) for v in op.operands[: op.partials])
+            threads = _FINISH_THREADS["few" if tiles <= MOST_BLOCKS else "many"]
+            return {"threads": str(threads), **({"cluster": str(cluster)} if cluster else {})}
         if op.template.startswith("dispatch"):
             return dispatch_config(op, self.tokens)
         alignment = {"alignment": ",".join(str(aligned.get(v, 16)) for v in op.operands[: op.reads])}
@@ -275,10 +284,14 @@ class Specialize(Pass):
             in_lanes = all(_groups_in_lanes(o, experts, vec, lanes) for o in limits)
             select["groups"] = "block" if block else "lanes" if in_lanes else "shared"
         columns = [o for o in op.region.ops if isinstance(o, col.ColumnReduction)]
-        broad = experts >= (_LONG_ROW_OF_FEW if dense else _LONG_ROW_OF_FEW // 2) and not (dense and limits)
-        threads = self.threads or (64 if self.tokens == "few" and not (selections and broad) else 128)
-        per_token = _shared_bytes_per_token(op.region, experts, vec, lanes, select)
         sums = [o for o in columns if isinstance(o, col.Sum)]
+        # Sums over tokens beside picks alone: a row more for each lane to load early, and fewer partial rows.
+        short_sums = experts <= _SUMMED_WHERE_COMPACT
+        compact_sums = bool(sums and selections) and self.tokens == "many" and not (dense or wide or limits or block)
+        broad = experts >= (_LONG_ROW_OF_FEW if dense else _LONG_ROW_OF_FEW // 2) and not (dense and limits)
+        usual = 64 if self.tokens == "few" and not (selections and broad) else 128
+        threads = self.threads or (_THREADS_OF_COMPACT_SUMS if compact_sums and not short_sums else usual)
+        per_token = _shared_bytes_per_token(op.region, experts, vec, lanes, select)
         if block:  # a lane is the only one with its columns: what is summed over tokens needs no shared memory
             threads = lanes
             exchanged = exchanged_bytes(op.region, lanes)
@@ -287,7 +300,8 @@ class Specialize(Pass):
             fixed = sum(4 * experts for o in columns if isinstance(o, col.Count))
             per_warp = sum(4 * _columns(o.x) for o in sums)
             slots_a_lane = chunks * vec // lanes
-            spare = dense and not limits  # what waits for memory has registers to spare
+            # What waits for memory has registers to spare, and so have short rows that only pick.
+            spare = not limits and (dense or (short_sums and not wide))
             if not spare and slots_a_lane >= _SUMMED_SLOTS and any(layouts[o.x].kind == "experts" for o in sums):
                 # In registers, the sums of long rows would leave room for fewer warps.
                 select["sums"] = "shared"
@@ -303,11 +317,14 @@ class Specialize(Pass):
         # A short call of a kernel that selects and counts begins with its loads, ahead of clearing its counters.
         counts = any(isinstance(o, col.Count) for o in columns)
         wanted |= self.tokens == "few" and bool(selections) and counts and not (dense or wide or limits or block)
+        wanted |= compact_sums
         wanted = wanted and not segments_of(op.region)  # the next token of a sequence may lie far away
         prefetch = self.prefetch or ("on" if wanted else "off")
         resident = _RESIDENT_WITH_GROUPS if bounded else 1
         if select.get("select") == "merge" and not (wide or dense or limits or sums) and many and vec > 1:
             resident = _RESIDENT_WHERE_COMPACT
+        if sums and selections and dense and many and not (wide or limits or block):
+            resident = _RESIDENT_WITH_SUMS
         one_row = [layouts[a].kind for a in op.region.arguments] == ["experts"]
         spare = -(-experts // (vec * lanes)) * vec <= _BOUNDED_SLOTS and picks <= _BOUNDED_PICKS and not limits
         if block and one_row and spare and select.get("select") == "radix":

@@ -7,26 +7,69 @@ namespace moesaic {
 
 constexpr int kTileColumns = 32;  // columns that a block adds up
 
-// total[c] = partial[0][c] + partial[1][c] + ... for the 32 columns of one tile. Each warp adds every 32nd row, a lane a
-// column; then each warp adds what the warps have for one column. The order is fixed: equal input gives equal bits.
+// partial[0][c] + partial[1][c] + ... for a column c of one tile, in the thread whose number is that of the column in the
+// tile. A thread adds some rows of up to four neighbouring columns; then its warp, and then the warps, are added up. The
+// order follows from the number of rows: equal input gives equal bits.
 template <int kColumns, int kThreads, typename T>
-__device__ __forceinline__ void sum_partial_rows(const T* partial, long long rows, int tile, T* total) {
-  static_assert(kThreads == 32 * kTileColumns, "as many warps as a tile has columns");
-  __shared__ T sums[kTileColumns][kTileColumns + 1];  // one more: columns are read, too
-  const int lane = threadIdx.x % 32;
-  const int warp = threadIdx.x / 32;
-  const int column = tile * kTileColumns + lane;
-  T sum = 0;
+__device__ __forceinline__ T sum_partial_rows(const T* partial, long long rows, int tile) {
+  constexpr int kVec = kColumns % 4 == 0 ? 4 : kColumns % 2 == 0 ? 2 : 1;
+  constexpr int kAcross = kTileColumns / kVec;        // threads that have a row together
+  constexpr int kRows = kThreads / kAcross;           // rows at a time
+  constexpr int kWarps = kThreads / 32;
+  static_assert(sizeof(T) == 4, "rows of 4-byte numbers");
+  __shared__ T sums[kWarps][kTileColumns];
+  const int own = threadIdx.x % kAcross * kVec;       // first column in the tile
+  const int column = tile * kTileColumns + own;
+  T sum[kVec] = {};
   if (column < kColumns) {
 #pragma unroll 8
-    for (long long row = warp; row < rows; row += kTileColumns) sum += load_one(partial + row * kColumns + column);
-  }
-  sums[warp][lane] = sum;
-  __syncthreads();
-  sum = sums[lane][warp];
+    for (long long row = threadIdx.x / kAcross; row < rows; row += kRows) {
+      T next[kVec];
+      load<kVec, sizeof(T) * kVec>(partial + row * kColumns + column, next);
 #pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
-  if (lane == 0 && tile * kTileColumns + warp < kColumns) store_one(total + tile * kTileColumns + warp, sum);
+      for (int v = 0; v < kVec; ++v) sum[v] += next[v];
+    }
+  }
+#pragma unroll
+  for (int v = 0; v < kVec; ++v) {
+#pragma unroll
+    for (int distance = kAcross; distance < 32; distance *= 2) {
+      sum[v] += __shfl_xor_sync(0xffffffffu, sum[v], distance);
+    }
+    if (threadIdx.x % 32 < kAcross) sums[threadIdx.x / 32][own + v] = sum[v];
+  }
+  __syncthreads();
+  T total = 0;
+  if (threadIdx.x < kTileColumns) {
+#pragma unroll 8
+    for (int warp = 0; warp < kWarps; ++warp) total += sums[warp][threadIdx.x];
+  }
+  return total;
+}
+
+// The sums of a tile go to memory; `total` as sum_partial_rows leaves it.
+template <int kColumns, typename T>
+__device__ __forceinline__ void store_totals(T* address, int tile, T total) {
+  const int column = tile * kTileColumns + static_cast<int>(threadIdx.x);
+  if (threadIdx.x < kTileColumns && column < kColumns) store_one(address + column, total);
+}
+
+// Or they stay with the block, as bits, for the first one of the cluster to fetch.
+template <typename T>
+__device__ __forceinline__ void keep_totals(int (&kept)[kTileColumns], T total) {
+  if (threadIdx.x < kTileColumns) memcpy(&kept[threadIdx.x], &total, sizeof(T));
+}
+
+// The first block of a cluster fetches the sums of one value, of which each block from `first` on has a tile: for itself,
+// and for memory.
+template <int kColumns, int kThreads, typename T>
+__device__ __forceinline__ void fetch_totals(const int (&kept)[kTileColumns], int first, T (&sums)[kColumns],
+                                             T* address) {
+  for (int column = threadIdx.x; column < kColumns; column += kThreads) {
+    const int bits = load_from_block(&kept[column % kTileColumns], first + column / kTileColumns);
+    memcpy(&sums[column], &bits, sizeof(T));
+    store_one(address + column, sums[column]);
+  }
 }
 
 // Whether this block is the last of the grid to get here; it then sees what the others wrote before. `ticket` is 0 at first.

@@ -526,21 +526,41 @@ struct LaneSums {
   }
 };
 
+// Adds up what the lanes of a warp collected for the same columns: those kDistance apart, then those twice as far apart, and
+// so on. With each step a lane gives away half of its slots and keeps the sums of the other half, so that at the end
+// none has what another has: a quarter of the shuffles that it takes for every lane to have all. Slots from `first` on
+// then go to `row`, from lanes that `writes` is true for.
+template <class R, int kDistance, int kCount>
+__device__ __forceinline__ void add_up_columns(const float (&x)[kCount], int first, bool writes, float* row, int lane) {
+  if constexpr (kDistance >= kWarp) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if (writes && R::live(first + i, lane)) row[R::column(first + i, lane)] = x[i];
+    }
+  } else if constexpr (kCount % 2 == 0) {
+    constexpr int kHalf = kCount / 2;
+    const bool upper = (threadIdx.x & kDistance) != 0;
+    float kept[kHalf];
+#pragma unroll
+    for (int i = 0; i < kHalf; ++i) {
+      const float given = upper ? x[i] : x[i + kHalf];
+      kept[i] = (upper ? x[i + kHalf] : x[i]) + __shfl_xor_sync(kAllLanes, given, kDistance);
+    }
+    add_up_columns<R, 2 * kDistance>(kept, upper ? first + kHalf : first, writes, row, lane);
+  } else {  // no halves: lanes have the same from here on
+    float sums[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) sums[i] = x[i] + __shfl_xor_sync(kAllLanes, x[i], kDistance);
+    add_up_columns<R, 2 * kDistance>(sums, first, writes && (threadIdx.x & kDistance) == 0, row, lane);
+  }
+}
+
 // Adds up what the lanes of a block collected for the same columns, in a fixed order, into one row of partial sums.
 // `scratch` holds [warps][kColumns] floats of shared memory.
 template <class R, int kThreads>
 __device__ __forceinline__ void store_column_sums(const float (&x)[R::kSlots], float* scratch, float* partial,
                                                   int lane) {
-  const int warp = threadIdx.x / 32;
-#pragma unroll
-  for (int i = 0; i < R::kSlots; ++i) {
-    float total = x[i];
-#pragma unroll
-    for (int distance = R::kLanes; distance < 32; distance *= 2) {
-      total += __shfl_xor_sync(kAllLanes, total, distance);
-    }
-    if (threadIdx.x % 32 < R::kLanes && R::live(i, lane)) scratch[warp * R::kColumns + R::column(i, lane)] = total;
-  }
+  add_up_columns<R, R::kLanes>(x, 0, true, scratch + threadIdx.x / kWarp * R::kColumns, lane);
   __syncthreads();
   for (int column = threadIdx.x; column < R::kColumns; column += kThreads) {
     float total = scratch[column];
