@@ -38,8 +38,9 @@ class _Emitter:
         self.cluster = int(op.configuration.get("cluster", "0"))
         self.sums = op.region.arguments[: op.partials]
         self.ops = op.region.ops[:-1]
-        self.parameters = Parameters(op, ("i", "tile", "rows", "sequences", "kThreads", "kept"))
+        self.parameters = Parameters(op, ("i", "tile", "number", "rows", "sequences", "kThreads"))
         self.pointers: dict[Value, str] = {}  # of what is read; of a sum, once it is finished
+        self.shared: dict[Value, str] = {}  # of sums that the first block of a cluster has
         self.partials: list[str] = []
         self.results: list[tuple[Value, str]] = []
         self.ticket = ""
@@ -55,8 +56,6 @@ class _Emitter:
             else:
                 blocks = 1
             body += self._computing()
-            if self.cluster:
-                body.append("moesaic::cluster_wait();")
         source = render(
             "col_finish.cu.j2",
             {
@@ -112,7 +111,7 @@ class _Emitter:
         """Lines that add up partial rows, and how many blocks they need: in all, and for each sequence."""
         lines = ["int tile = blockIdx.x;"] if self.sums else []
         if self.cluster:
-            lines.insert(0, "__shared__ int kept[moesaic::kTileColumns];  // sums of this block's tile, as bits")
+            self.shared = {v: self.parameters.unique(f"{self._name(v)}_total") for v in self.sums}
         blocks = per_sequence = 0
         for number, (value, partial) in enumerate(zip(self.sums, self.partials, strict=True)):
             columns = columns_of(value)
@@ -130,7 +129,7 @@ class _Emitter:
                 size = f"{tiles} * sequences" if tiles > 1 else "sequences"
             elif self.cluster:
                 blocks += tiles
-                own = [f"moesaic::keep_totals(kept, {summed}({partial}, rows, tile));"]
+                own = [f"moesaic::hand_to_first_block({self.shared[value]}, tile, {summed}({partial}, rows, tile));"]
                 size = str(tiles)
             else:
                 blocks += tiles
@@ -140,28 +139,31 @@ class _Emitter:
             lines += ["  " + line for line in own] + ["}"]
             if not last:
                 lines.append(f"tile -= {size};")
-        return lines, blocks, per_sequence
+        if not self.cluster:
+            return lines, blocks, per_sequence
+        first = [f"__shared__ {register(v)} {name}[{columns_of(v)}];" for v, name in self.shared.items()]
+        first.append("moesaic::cluster_wait();  // for blocks to begin")
+        if blocks > self.cluster:
+            lines = [
+                f"for (int number = blockIdx.x; number < {blocks}; number += {self.cluster}) {{",
+                "  int tile = number;",
+                *("  " + line for line in lines[1:]),
+                "  __syncthreads();  // the next tile's sums go where this one's were",
+                "}",
+            ]
+        return [*first, *lines], self.cluster, 0
 
     def _collecting(self) -> list[str]:
         """Lines after which the first block of the cluster has all sums, and the others have ended."""
-        lines = [
-            "",
-            "// The first block fetches the sums of all, whose shared memory has to be there until then.",
-            "moesaic::sync_cluster();",
-            "if (blockIdx.x > 0) {",
-            "  moesaic::cluster_arrive_after_reading();",
-            "  moesaic::cluster_wait();",
-            "  return;",
-            "}",
+        stores = [
+            f"moesaic::store_sums<kThreads>({self.shared[value]}, {self.pointers[value]});" for value in self.sums
         ]
-        first = 0
-        for value in self.sums:
-            columns, name = columns_of(value), self.parameters.unique(f"{self._name(value)}_total")
-            call = f"moesaic::fetch_totals<{columns}, kThreads>(kept, /*first block=*/{first}, {name}, "
-            lines += [f"__shared__ {register(value)} {name}[{columns}];", f"{call}{self.pointers[value]});"]
-            self.pointers[value] = name
-            first += tiles_of(columns)
-        return [*lines, "moesaic::cluster_arrive_after_reading();", "__syncthreads();"]
+        return [
+            "",
+            "moesaic::sync_cluster();  // sums are with the first block",
+            "if (blockIdx.x > 0) return;",
+            *stores,
+        ]
 
     # --------------------------------------------------------------------------------------------- computation
 
@@ -238,9 +240,9 @@ class _Emitter:
         return literal(value.value) if isinstance(value, Constant) else self._name(value)
 
     def _load(self, value: Value, place: str) -> str:
+        if value in self.shared:
+            return f"{self.shared[value]}[{place}]"
         pointer = self.pointers[value]
-        if value in self.sums and self.cluster:
-            return f"{pointer}[{place}]"
         address = pointer if place == "0" else f"{pointer} + {place}"
         loaded = f"moesaic::{'load_written' if value in self.sums else 'load_one'}({address})"
         return loaded if register(value) == "bool" else f"moesaic::to_float({loaded})"

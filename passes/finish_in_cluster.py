@@ -8,7 +8,9 @@ from moesaic.ir.ops.launch import Alloc, Kernel
 from moesaic.passes.clusters import MOST_BLOCKS, has_clusters
 
 TILE_COLUMNS = 32
-"""Columns of a sum that a block of a ``col_finish`` adds up: `kTileColumns` of ``columns.cuh``."""
+"""Columns of a sum that a block of a ``col_finish`` adds up at a time: `kTileColumns` of ``columns.cuh``."""
+
+_TILES_A_BLOCK = 2  # with more, blocks of a grid are faster, though the last of them has to be found out
 
 
 def tiles_of(columns: int) -> int:
@@ -23,8 +25,8 @@ def cluster_of_finish(op: Kernel, target: str) -> int:
     columns = [shape[0] for shape in shapes if len(shape) == 1 and isinstance(shape[0], int)]
     if len(columns) < len(shapes) or len(op.region.ops) == 1:  # by sequence; nothing is computed from the sums
         return 0
-    blocks = sum(map(tiles_of, columns))
-    return blocks if has_clusters(target) and blocks <= MOST_BLOCKS else 0
+    tiles = sum(map(tiles_of, columns))
+    return min(tiles, MOST_BLOCKS) if has_clusters(target) and tiles <= _TILES_A_BLOCK * MOST_BLOCKS else 0
 
 
 def drop_tickets(function: Function, target: str) -> None:

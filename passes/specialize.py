@@ -23,7 +23,6 @@ from moesaic.ir.ops import col, row, slot
 from moesaic.ir.ops.kernel import segments_of
 from moesaic.ir.ops.launch import Kernel
 from moesaic.ir.types import DType
-from moesaic.passes.clusters import MOST_BLOCKS
 from moesaic.passes.dispatch_shape import dispatch_config
 from moesaic.passes.finish_in_cluster import cluster_of_finish, drop_tickets, tiles_of
 from moesaic.passes.manager import Pass, PassContext
@@ -70,15 +69,18 @@ _RESIDENT_WITH_GROUPS = 4  # blocks a multiprocessor; without the bound, registe
 _RESIDENT_LANES = 768  # the same for blocks that select by radix
 _RESIDENT_LANES_OF_WIDE_RANKS = 512
 _BOUNDED_SLOTS = 18  # of a lane, at most: more do not fit these registers
-_RESIDENT_WITH_SUMS = 4  # blocks that have rows of sums, too: the bound costs less than what a fourth one hides
+_RESIDENT_WITH_SUMS = 4  # blocks of 128 threads that have rows of sums: the bound costs less than what a fourth hides
 _RESIDENT_WHERE_COMPACT = 8  # a kernel that only selects waits for what it loads: more warps hide more of that
 _SUMMED_SLOTS = 16  # from so many on, a lane of a warp keeps its sums over tokens in shared memory
 _SUMMED_WHERE_COMPACT = 128  # columns; lanes that share so short a row keep them in registers even so
-_THREADS_OF_COMPACT_SUMS = 256
+_LARGE_BLOCKS = range(256, 1024)  # columns of a dense row: fewer have registers to spare, more have not enough
+_LARGEST_BLOCK = 512  # threads
+_TOKENS_OF_LARGE_BLOCKS = 64  # at a time: of more, what is not many times as many tokens keeps few blocks busy
 _PREFETCH_EXPERTS = range(128, 4097)  # shorter rows leave enough loads in flight as it is, longer ones no registers
 # Of a block that adds up partial rows, by how many tiles there are: few threads find room beside the last blocks of the
 # kernel before, and wait there; what follows long sums takes more.
 _FINISH_THREADS = {"few": 512, "many": 1024}
+_FINISHED_AT_ONCE = 16  # tiles
 
 DIGIT_WORDS = 260
 """Words of shared memory in which a team counts digits (``Digits`` of select_block.cuh)."""
@@ -199,7 +201,7 @@ class Specialize(Pass):
         if op.template == "col_finish":
             cluster = cluster_of_finish(op, self.target)
             tiles = sum(tiles_of(_columns(v)) for v in op.operands[: op.partials])
-            threads = _FINISH_THREADS["few" if tiles <= MOST_BLOCKS else "many"]
+            threads = _FINISH_THREADS["few" if tiles <= _FINISHED_AT_ONCE else "many"]
             return {"threads": str(threads), **({"cluster": str(cluster)} if cluster else {})}
         if op.template.startswith("dispatch"):
             return dispatch_config(op, self.tokens)
@@ -285,12 +287,18 @@ class Specialize(Pass):
             select["groups"] = "block" if block else "lanes" if in_lanes else "shared"
         columns = [o for o in op.region.ops if isinstance(o, col.ColumnReduction)]
         sums = [o for o in columns if isinstance(o, col.Sum)]
-        # Sums over tokens beside picks alone: a row more for each lane to load early, and fewer partial rows.
-        short_sums = experts <= _SUMMED_WHERE_COMPACT
-        compact_sums = bool(sums and selections) and self.tokens == "many" and not (dense or wide or limits or block)
         broad = experts >= (_LONG_ROW_OF_FEW if dense else _LONG_ROW_OF_FEW // 2) and not (dense and limits)
+        packed = bool(selections) and not (wide or limits or block)
+        # Blocks that leave partial rows are large, for these are read again; so are those of long dense rows, whose
+        # registers are bounded by that.
+        summing = packed and bool(columns) and self.tokens == "many"
+        crowded = dense and experts in _LARGE_BLOCKS and self.target.startswith("sm_90")
+        large = summing or (packed and crowded and self.tokens == "many")
+        broad = broad or (packed and bool(sums) and lanes > 1)
         usual = 64 if self.tokens == "few" and not (selections and broad) else 128
-        threads = self.threads or (_THREADS_OF_COMPACT_SUMS if compact_sums and not short_sums else usual)
+        if large:
+            usual = max(usual, min(_LARGEST_BLOCK, lanes * _TOKENS_OF_LARGE_BLOCKS))
+        threads = self.threads or usual
         per_token = _shared_bytes_per_token(op.region, experts, vec, lanes, select)
         if block:  # a lane is the only one with its columns: what is summed over tokens needs no shared memory
             threads = lanes
@@ -301,7 +309,7 @@ class Specialize(Pass):
             per_warp = sum(4 * _columns(o.x) for o in sums)
             slots_a_lane = chunks * vec // lanes
             # What waits for memory has registers to spare, and so have short rows that only pick.
-            spare = not limits and (dense or (short_sums and not wide))
+            spare = not limits and (dense or (experts <= _SUMMED_WHERE_COMPACT and not wide))
             if not spare and slots_a_lane >= _SUMMED_SLOTS and any(layouts[o.x].kind == "experts" for o in sums):
                 # In registers, the sums of long rows would leave room for fewer warps.
                 select["sums"] = "shared"
@@ -310,21 +318,25 @@ class Specialize(Pass):
                 threads //= 2
         alignment = [aligned.get(v, _row_alignment(v)) for v in op.operands[: op.reads]]
         rows = [a for a in op.region.arguments if layouts[a].kind == "experts"]
+        # A gradient of rows that a loss is of, too, computes enough for the next two rows to come meanwhile.
+        of_loss = not selections and len(rows) == 2 and any(layouts[a].kind == "vector" for a in op.region.arguments)
+        of_loss = of_loss and not block and self.tokens == "many" and experts in _PREFETCH_EXPERTS
+        of_loss = of_loss and all(a.type.dtype.bytes == 2 for a in rows)
         # A dense result keeps memory busy with stores, behind which the next row's loads would wait.
         wanted = dense and len(rows) == 1 and experts in _PREFETCH_EXPERTS and not wide and self.tokens == "many"
-        many = threads == 128 and self.tokens == "many"
+        many = self.tokens == "many" and (threads == 128 or large)
         bounded = grouped and many and experts <= 256 and not sums
         # A short call of a kernel that selects and counts begins with its loads, ahead of clearing its counters.
         counts = any(isinstance(o, col.Count) for o in columns)
         wanted |= self.tokens == "few" and bool(selections) and counts and not (dense or wide or limits or block)
-        wanted |= compact_sums
+        wanted |= of_loss or (summing and bool(sums) and not dense)
         wanted = wanted and not segments_of(op.region)  # the next token of a sequence may lie far away
         prefetch = self.prefetch or ("on" if wanted else "off")
         resident = _RESIDENT_WITH_GROUPS if bounded else 1
         if select.get("select") == "merge" and not (wide or dense or limits or sums) and many and vec > 1:
-            resident = _RESIDENT_WHERE_COMPACT
-        if sums and selections and dense and many and not (wide or limits or block):
-            resident = _RESIDENT_WITH_SUMS
+            resident = max(1, _RESIDENT_WHERE_COMPACT * 128 // threads)
+        if summing and sums and dense:
+            resident = max(1, _RESIDENT_WITH_SUMS * 128 // threads)
         one_row = [layouts[a].kind for a in op.region.arguments] == ["experts"]
         spare = -(-experts // (vec * lanes)) * vec <= _BOUNDED_SLOTS and picks <= _BOUNDED_PICKS and not limits
         if block and one_row and spare and select.get("select") == "radix":

@@ -343,7 +343,8 @@ def test_who_computes_what_follows_sums() -> None:
         return finish.cluster, finish.blocks, waits, tickets == {True}
 
     assert finish(128) == (8, 8, True, False)  # 4 tiles of counts, 4 of scores
-    assert finish(129) == (1, 10, False, True)
+    assert finish(129) == (8, 8, True, False)  # 10 tiles: some blocks have two
+    assert finish(257) == (1, 18, False, True)
     assert finish(128, "sm_80") == (1, 8, False, True)
     assert finish(7) == (2, 2, True, False)
     assert finish(7, z=mo.ZLoss()) == (1, 1, True, False)

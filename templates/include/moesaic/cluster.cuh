@@ -54,4 +54,21 @@ __device__ __forceinline__ int load_from_block(const int* address, int rank) {
 #endif
 }
 
+// The same place in that block gets a value. The block must run, and not have ended.
+// PTX ISA, "Data Movement and Conversion Instructions: mapa, st".
+template <typename T>
+__device__ __forceinline__ void store_to_block(T* address, T value, int rank) {
+  static_assert(sizeof(T) == 4, "a register");
+#ifdef MOESAIC_EMULATE
+  *static_cast<T*>(const_cast<void*>(moesaic_emulate_in_block(address, sizeof(T), rank))) = value;
+#else
+  unsigned bits;
+  memcpy(&bits, &value, sizeof(T));
+  asm volatile("{.reg .b32 there; mapa.shared::cluster.u32 there, %0, %2;\n"
+               "st.shared::cluster.u32 [there], %1;}" ::"r"(static_cast<unsigned>(__cvta_generic_to_shared(address))),
+               "r"(bits), "r"(rank)
+               : "memory");
+#endif
+}
+
 }  // namespace moesaic

@@ -22,7 +22,7 @@ __device__ __forceinline__ T sum_partial_rows(const T* partial, long long rows, 
   const int column = tile * kTileColumns + own;
   T sum[kVec] = {};
   if (column < kColumns) {
-#pragma unroll 8
+#pragma unroll 4
     for (long long row = threadIdx.x / kAcross; row < rows; row += kRows) {
       T next[kVec];
       load<kVec, sizeof(T) * kVec>(partial + row * kColumns + column, next);
@@ -54,22 +54,17 @@ __device__ __forceinline__ void store_totals(T* address, int tile, T total) {
   if (threadIdx.x < kTileColumns && column < kColumns) store_one(address + column, total);
 }
 
-// Or they stay with the block, as bits, for the first one of the cluster to fetch.
-template <typename T>
-__device__ __forceinline__ void keep_totals(int (&kept)[kTileColumns], T total) {
-  if (threadIdx.x < kTileColumns) memcpy(&kept[threadIdx.x], &total, sizeof(T));
+// Or they go to the first block of the cluster, which `sums` is of, and which runs.
+template <int kColumns, typename T>
+__device__ __forceinline__ void hand_to_first_block(T (&sums)[kColumns], int tile, T total) {
+  const int column = tile * kTileColumns + static_cast<int>(threadIdx.x);
+  if (threadIdx.x < kTileColumns && column < kColumns) store_to_block(&sums[column], total, 0);
 }
 
-// The first block of a cluster fetches the sums of one value, of which each block from `first` on has a tile: for itself,
-// and for memory.
-template <int kColumns, int kThreads, typename T>
-__device__ __forceinline__ void fetch_totals(const int (&kept)[kTileColumns], int first, T (&sums)[kColumns],
-                                             T* address) {
-  for (int column = threadIdx.x; column < kColumns; column += kThreads) {
-    const int bits = load_from_block(&kept[column % kTileColumns], first + column / kTileColumns);
-    memcpy(&sums[column], &bits, sizeof(T));
-    store_one(address + column, sums[column]);
-  }
+// What it has got, to memory.
+template <int kThreads, int kColumns, typename T>
+__device__ __forceinline__ void store_sums(const T (&sums)[kColumns], T* address) {
+  for (int column = threadIdx.x; column < kColumns; column += kThreads) store_one(address + column, sums[column]);
 }
 
 // Whether this block is the last of the grid to get here; it then sees what the others wrote before. `ticket` is 0 at first.
