@@ -45,7 +45,7 @@ from moesaic.ir.ops import math, row
 from moesaic.ir.ops.launch import Kernel
 from moesaic.ir.types import DType
 from moesaic.passes.row_layout import Layout, experts_columns, infer_layouts, sparse_results
-from moesaic.passes.specialize import merging_instructions, merging_shuffles
+from moesaic.passes.selection_shape import merging_instructions, merging_shuffles
 
 ISSUES_PER_CLOCK = 4
 SHUFFLES_PER_CLOCK = 1

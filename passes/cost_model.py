@@ -28,8 +28,8 @@ from moesaic.ir.ops.launch import Kernel
 from moesaic.passes.card import Card
 from moesaic.passes.cost import Extents, cost_of
 from moesaic.passes.product_shape import ProductShape
+from moesaic.passes.selection_shape import merging_instructions, merging_misses, padded_columns
 from moesaic.passes.space import Limits, Point, Space, experts_of, longest_row, parts_of
-from moesaic.passes.specialize import merging_instructions, merging_misses, padded_columns
 
 _ISSUES = 4  # warp instructions a clock
 _FILLING_WARPS = 6  # of a multiprocessor, which then issues all it can: a lane has a few instructions at a time

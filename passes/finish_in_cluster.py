@@ -10,6 +10,9 @@ from moesaic.passes.clusters import MOST_BLOCKS, has_clusters
 TILE_COLUMNS = 32
 """Columns of a sum that a block of a ``col_finish`` adds up at a time: `kTileColumns` of ``columns.cuh``."""
 
+# Threads of a block, by how many tiles there are: few threads find room beside the last blocks of the kernel before,
+# and wait there; what follows long sums takes more.
+_THREADS = {"few": 512, "many": 1024}
 _TILES_A_BLOCK = 2  # with more, blocks of a grid are faster, though the last of them has to be found out
 
 
@@ -27,6 +30,18 @@ def cluster_of_finish(op: Kernel, target: str) -> int:
         return 0
     tiles = sum(map(tiles_of, columns))
     return min(tiles, MOST_BLOCKS) if has_clusters(target) and tiles <= _TILES_A_BLOCK * MOST_BLOCKS else 0
+
+
+def finish_config(op: Kernel, target: str) -> dict[str, str]:
+    """The configuration of a ``col_finish`` on a target."""
+    tiles = 0
+    for partial in op.operands[: op.partials]:
+        columns = partial.type.shape[-1]
+        assert isinstance(columns, int)
+        tiles += tiles_of(columns)
+    cluster = cluster_of_finish(op, target)
+    threads = _THREADS["few" if tiles <= _TILES_A_BLOCK * MOST_BLOCKS else "many"]
+    return {"threads": str(threads), **({"cluster": str(cluster)} if cluster else {})}
 
 
 def drop_tickets(function: Function, target: str) -> None:

@@ -21,7 +21,7 @@ import torch
 from routing import DEPTH, GRADIENT, INF, NAN, ROUNDING, SATURATED, SENT, ULPS, UNDECIDED, device_of
 
 import moesaic as mo
-from moesaic.passes.specialize import MAX_EXPERTS
+from moesaic.passes.row_shape import MAX_EXPERTS
 from moesaic.runtime.execute import RUNNERS
 
 # The factors ----------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import torch
 import moesaic as mo
 from moesaic.ir.errors import UnsupportedError, UsageError
 from moesaic.passes.manager import PassManager
-from moesaic.passes.specialize import merging_instructions
+from moesaic.passes.selection_shape import merging_instructions
 from moesaic.runtime.program import program_of
 
 OUTPUTS = ("weights", "indices", "map")

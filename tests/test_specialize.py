@@ -8,7 +8,8 @@ from lowering import lower
 import moesaic as mo
 from moesaic.ir.errors import UnsupportedError, UsageError
 from moesaic.passes.manager import PassManager
-from moesaic.passes.specialize import MAX_EXPERTS, Specialize
+from moesaic.passes.row_shape import MAX_EXPERTS
+from moesaic.passes.specialize import Specialize
 
 
 def configuration(router, pipeline="forward", dtype="f32"):

@@ -6,7 +6,7 @@ from moesaic.codegen.row_program.tables import Tables
 from moesaic.codegen.row_program.text import MAY_BE_AWAY, Text
 from moesaic.ir.core import Op, OpResult, Value
 from moesaic.ir.ops import row
-from moesaic.passes.specialize import DIGIT_WORDS, RadixShape, padded_columns
+from moesaic.passes.selection_shape import DIGIT_WORDS, RadixShape, padded_columns
 
 
 class Selection:

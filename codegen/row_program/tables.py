@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from moesaic.codegen.row_program.text import Text
 from moesaic.codegen.target import Target
 from moesaic.ir.errors import UnsupportedError
-from moesaic.passes.specialize import exchanged_bytes
+from moesaic.passes.row_shape import exchanged_bytes
 
 
 @dataclass(frozen=True)

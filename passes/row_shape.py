@@ -1,0 +1,407 @@
+"""The rule for row programs: how many lanes share a token, how they pick, and how large blocks are.
+
+What was measured is in ``docs/tuning.md``; the numbers below follow from it.
+"""
+
+from __future__ import annotations
+
+import math as python_math
+from collections.abc import Mapping
+from typing import Protocol
+
+from moesaic.ir.core import Block, BlockArgument, Value
+from moesaic.ir.errors import InternalError, UnsupportedError, UsageError
+from moesaic.ir.ops import col, row
+from moesaic.ir.ops.kernel import segments_of
+from moesaic.ir.ops.launch import Kernel
+from moesaic.passes.row_layout import Layout, experts_columns, infer_layouts, sparse_results
+from moesaic.passes.selection_shape import (
+    BOUNDED_PICKS,
+    DIGIT_WORDS,
+    WARP,
+    RadixShape,
+    groups_in_lanes,
+    is_by_radix,
+    is_packed,
+    never_missing,
+    padded_columns,
+    power_of_two,
+    way_to_select,
+)
+
+MAX_EXPERTS = 16384
+"""Longest row that fits the registers of one block."""
+
+_SHARED_LIMIT = 48 * 1024  # static shared memory of a block, on every target
+_LANES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+_WARP_EXPERTS = 1024  # longer rows are spread over a block
+# Values of a row a lane should hold: many, since fewer lanes then talk, as far as registers allow. Ranking float32
+# scores beside dense results takes more registers. Few tokens need more lanes to fill a GPU. So do short rows where
+# [T, E] is read or written: a warp's lanes would be at too many rows at once for the memory.
+_SLOTS = 32
+_SLOTS_OF_SHORT_ROWS = 16
+_SLOTS_OF_FEW = {"short": 8, "long": 16}
+_SHORT_ROW = {"few": 32, "many": 64}
+_NARROW_RANKS = 128  # columns; shorter rows of float32 ranks leave too few lanes busy
+# More are too many for few tokens, as long as they leave a lane no more than `_SLOTS`. 16-bit ranks are short work.
+_LANES_OF_FEW = {"packed": 8, "other": 16}
+_BLOCK_SLOTS = {"few": 16, "many": 24}  # live ones; registers for 24 leave room for 20 warps or so
+_BLOCK_LANES = (64, 512)  # twice as many leave 64 registers a thread, too few for 16 slots
+_USUAL_LANES = 128  # of a block
+_LONG_ROW_OF_FEW = 256  # columns from which on a block of few tokens has more threads; half as many where it is compact
+_LONG_ROW = 512  # columns: longer ones have few lanes to spare
+_PICKS_A_LANE = 8  # many picks need registers of their own
+_RESIDENT_WITH_GROUPS = 4  # blocks a multiprocessor; without the bound, registers leave it half empty
+_GROUPED_EXPERTS = 256  # longer rows spill under that bound
+_RESIDENT_LANES = 768  # the same for blocks that select by radix
+_RESIDENT_LANES_OF_WIDE_RANKS = 512
+_BOUNDED_SLOTS = 18  # of a lane, at most: more do not fit these registers
+_RESIDENT_WITH_SUMS = 4  # blocks of 128 threads that have rows of sums: the bound costs less than what a fourth hides
+_RESIDENT_WHERE_COMPACT = 8  # a kernel that only selects waits for what it loads: more warps hide more of that
+_SUMMED_SLOTS = 16  # from so many on, a lane of a warp keeps its sums over tokens in shared memory
+_SUMMED_WHERE_COMPACT = 128  # columns; lanes that share so short a row keep them in registers even so
+_LARGE_BLOCKS = range(256, 1024)  # columns of a dense row: fewer have registers to spare, more have not enough
+_LARGEST_BLOCK = 512  # threads
+_TOKENS_OF_LARGE_BLOCKS = 64  # at a time: of more, what is not many times as many tokens keeps few blocks busy
+_USUAL_THREADS = 128
+_THREADS_OF_FEW = 64
+_PREFETCH_EXPERTS = range(128, 4097)  # shorter rows leave enough loads in flight as it is, longer ones no registers
+
+
+class Options(Protocol):
+    """What options of ``specialize`` decide in the rule's place; 0 or empty: the rule does."""
+
+    @property
+    def target(self) -> str: ...
+
+    @property
+    def tokens(self) -> str: ...
+
+    @property
+    def lanes(self) -> int: ...
+
+    @property
+    def threads(self) -> int: ...
+
+    @property
+    def select(self) -> str: ...
+
+    @property
+    def listed(self) -> int: ...
+
+    @property
+    def prefetch(self) -> str: ...
+
+    @property
+    def resident(self) -> int: ...
+
+
+def row_config(
+    op: Kernel, options: Options, aligned: Mapping[Value, int], layouts: dict[Value, Layout] | None = None
+) -> dict[str, str]:
+    """The configuration of a row program.
+
+    Args:
+        op: the kernel.
+        options: what is decided already.
+        aligned: bytes that inputs are known to be aligned to.
+        layouts: of the region's values, where they are known already.
+
+    Raises:
+        UnsupportedError: the row is too long, or does not fit lanes or lists that were asked for.
+        UsageError: what was asked for does not go together.
+    """
+    if op.region is None:
+        raise InternalError(f"{op.symbol}: a row program without a region")
+    rule = _Rule(op.region, options, infer_layouts(op.region) if layouts is None else layouts)
+    alignment = (aligned.get(v, _row_alignment(v)) for v in op.operands[: op.reads])
+    return {**rule.config(), "alignment": ",".join(map(str, alignment))}
+
+
+class _Rule:
+    """The choices for one region.
+
+    Attributes:
+        experts, picks: columns of rows over experts, and of rows over picks.
+        vec, slots: neighbouring columns that a lane holds, and columns of all lanes, in use or not.
+        few: whether few tokens are there.
+        dense: whether [T, E] is written.
+        wide: whether ranks have 32 bits.
+        packed: whether lanes of a warp pick by 16-bit ranks, from all experts.
+        lanes, block: that share a token; whether these are a whole block.
+    """
+
+    def __init__(self, region: Block, options: Options, layouts: dict[Value, Layout]) -> None:
+        self.region = region
+        self.options = options
+        self.layouts = layouts
+        self.experts = experts_columns(layouts)
+        if self.experts > MAX_EXPERTS:
+            raise UnsupportedError(
+                f"rows of {self.experts} experts: a row program holds up to {MAX_EXPERTS} in registers"
+            )
+        self.picks = max((x.columns for x in layouts.values() if x.kind == "picks"), default=1)
+        self.vec = _vector(self.experts, region, layouts)
+        self.slots = power_of_two(-(-self.experts // self.vec)) * self.vec
+        self.few = options.tokens == "few"
+        self.selections = [o for o in region.ops if isinstance(o, row.TopK)]
+        self.limits = [o for o in region.ops if isinstance(o, row.GroupLimit)]
+        self.columns = [o for o in region.ops if isinstance(o, col.ColumnReduction)]
+        self.sums = [o for o in self.columns if isinstance(o, col.Sum)]
+        self.rows = [a for a in region.arguments if layouts[a].kind == "experts"]
+        self.dense = any(layouts[v].kind == "experts" for v in region.terminator.operands if v in layouts)
+        self.wide = any(not is_packed(o) for o in self.selections)
+        # With groups scored across lanes, 16-bit logits leave registers for long rows in few lanes even so.
+        few_lanes = max(1, self.slots // _SLOTS)
+        self.grouped = _width(region, layouts) == 2 and any(
+            groups_in_lanes(o, self.experts, self.vec, few_lanes) for o in self.limits
+        )
+        self.lanes = self._lanes()
+        self.block = self.lanes > WARP
+        self.packed = bool(self.selections) and not (self.wide or self.limits or self.block)
+
+    def config(self) -> dict[str, str]:
+        """The configuration, all but the alignment."""
+        select = self._select()
+        threads, memory = self._threads(select)
+        prefetch = self.options.prefetch or ("on" if self._prefetches() else "off")
+        in_turn = bool(self.columns) or bool(segments_of(self.region)) or prefetch == "on"
+        return {
+            "lanes": str(self.lanes),
+            "vec": str(self.vec),
+            "threads": str(threads),
+            "grid": "persistent" if in_turn else "cover",
+            "prefetch": prefetch,
+            "resident": str(self.options.resident or self._resident(threads, select)),
+            **select,
+            **memory,
+        }
+
+    # ---------------------------------------------------------------------------------------------- lanes, picking
+
+    def _lanes(self) -> int:
+        lanes = self.options.lanes or self._usual_lanes()
+        # Membership packs one bit a slot into a word.
+        if lanes not in _LANES or self.slots // lanes > 32:
+            raise UnsupportedError(f"specialize: {lanes} lanes cannot hold a row of {self.experts} experts")
+        return lanes
+
+    def _usual_lanes(self) -> int:
+        if self.experts > _WARP_EXPERTS:
+            lanes, most = _BLOCK_LANES
+            wanted = _BLOCK_SLOTS["few" if self.few else "many"]
+            while lanes < most and -(-self.experts // (self.vec * lanes)) * self.vec > wanted:
+                lanes *= 2
+            return lanes
+        if any(is_by_radix(o, self.experts) for o in self.selections):
+            return WARP
+        for_picks = power_of_two(self.picks) // _PICKS_A_LANE
+        lanes = min(WARP, self.slots // self.vec, max(1, self.slots // self._slots_of_lane(), for_picks))
+        if self.few:
+            most = _LANES_OF_FEW["packed" if self.selections and not self.wide else "other"]
+            lanes = min(lanes, max(most, self.slots // _SLOTS, for_picks))
+        return lanes
+
+    def _slots_of_lane(self) -> int:
+        """How many values of a row a lane should hold."""
+        short = self.slots <= _SHORT_ROW["few" if self.few else "many"]
+        if self.few:
+            return _SLOTS_OF_FEW["short" if short else "long"]
+        wide = self.wide and not self.grouped
+        crowded = short or wide if self.dense else wide and self.slots < _NARROW_RANKS
+        return _SLOTS_OF_SHORT_ROWS if crowded else _SLOTS
+
+    def _select(self) -> dict[str, str]:
+        """How picks are found, and groups scored."""
+        chosen: dict[str, str] = {}
+        if self.selections:  # one way for all: what suits the most picks
+            most = max(self.selections, key=lambda o: o.k)
+            if 0 < self.options.listed * self.lanes < most.k:
+                raise UnsupportedError(
+                    f"specialize: lists of {self.options.listed} in {self.lanes} lanes cannot hold {most.k} picks; "
+                    "list more"
+                )
+            live = -(-self.slots // (self.vec * self.lanes)) * self.vec
+            way, listed = way_to_select(most, self.experts, live, self.lanes, self.options.listed)
+            way = chosen["select"] = self.options.select or way
+            if way == "merge":
+                if self.few and not self.options.listed:
+                    listed = never_missing(self.region, most, listed, self.lanes, self.dense)
+                chosen["listed"] = str(listed)
+            if (self.block and way == "merge") or (self.lanes < WARP and way == "radix"):
+                raise UsageError(
+                    f"specialize: select={way} does not work over {self.lanes} lanes: merge is for up to {WARP}, radix "
+                    f"for {WARP} or more"
+                )
+        if self.limits:
+            in_lanes = all(groups_in_lanes(o, self.experts, self.vec, self.lanes) for o in self.limits)
+            chosen["groups"] = "block" if self.block else "lanes" if in_lanes else "shared"
+        return chosen
+
+    # -------------------------------------------------------------------------------------------- threads, memory
+
+    def _threads(self, select: dict[str, str]) -> tuple[int, dict[str, str]]:
+        """Threads of a block, and where tables and sums over tokens are."""
+        if self.block and self.options.threads not in (0, self.lanes):
+            raise UsageError(
+                f"specialize: {self.lanes} lanes that share a token are a whole block, not {self.options.threads} "
+                "threads"
+            )
+        per_token = _shared_bytes_per_token(self.region, self.experts, self.vec, self.lanes, select)
+        if self.block:  # a lane is the only one with its columns: what is summed over tokens needs no shared memory
+            exchanged = exchanged_bytes(self.region, self.lanes)
+            return self.lanes, {"tables": "dynamic" if per_token + exchanged > _SHARED_LIMIT else "static"}
+        threads = self.options.threads or self._usual_threads()
+        fixed = sum(4 * self.experts for o in self.columns if isinstance(o, col.Count))
+        per_warp = sum(4 * _columns(o.x) for o in self.sums)
+        in_shared = self._sums_in_shared()
+        per_warp += WARP * 4 * self.slots // self.lanes * in_shared
+        while threads > WARP and fixed + per_warp * threads // WARP + per_token * threads // self.lanes > _SHARED_LIMIT:
+            threads //= 2
+        return threads, {"sums": "shared"} if in_shared else {}
+
+    def _usual_threads(self) -> int:
+        if self._is_large:
+            return max(_USUAL_THREADS, min(_LARGEST_BLOCK, self.lanes * _TOKENS_OF_LARGE_BLOCKS))
+        long = _LONG_ROW_OF_FEW if self.dense else _LONG_ROW_OF_FEW // 2
+        broad = self.experts >= long and not (self.dense and self.limits)
+        broad |= self.packed and bool(self.sums) and self.lanes > 1
+        return _THREADS_OF_FEW if self.few and not (self.selections and broad) else _USUAL_THREADS
+
+    @property
+    def _is_summing(self) -> bool:
+        """Whether blocks leave partial rows of many tokens: large ones, for these are read again."""
+        return self.packed and bool(self.columns) and not self.few
+
+    @property
+    def _is_large(self) -> bool:
+        """Whether blocks are large, as they are for long dense rows, whose registers that bounds."""
+        crowded = self.dense and self.experts in _LARGE_BLOCKS and self.options.target.startswith("sm_90")
+        return self._is_summing or (self.packed and crowded and not self.few)
+
+    def _sums_in_shared(self) -> int:
+        """How many rows over experts are summed in shared memory: in registers, long ones leave room for fewer warps.
+
+        What waits for memory has registers to spare, and so have short rows that only pick.
+        """
+        spare = self.dense or (self.experts <= _SUMMED_WHERE_COMPACT and not self.wide)
+        if (spare and not self.limits) or self.slots // self.lanes < _SUMMED_SLOTS:
+            return 0
+        return sum(self.layouts[o.x].kind == "experts" for o in self.sums)
+
+    # --------------------------------------------------------------------------------------------- rows in flight
+
+    def _prefetches(self) -> bool:
+        """Whether the next token's row is fetched while this one's is worked on."""
+        if segments_of(self.region):  # the next token of a sequence may lie far away
+            return False
+        compact = bool(self.selections) and not (self.dense or self.wide or self.limits or self.block)
+        if self.few:  # a short call that selects and counts begins with its loads, ahead of clearing its counters
+            return compact and any(isinstance(o, col.Count) for o in self.columns)
+        if self._is_summing and self.sums and not self.dense:
+            return True
+        if self.experts not in _PREFETCH_EXPERTS:
+            return False
+        if not self.block and not self.selections and len(self.rows) == 2:
+            # A gradient of rows that a loss is of, too, computes enough for the next two rows to come meanwhile.
+            of_loss = any(self.layouts[a].kind == "vector" for a in self.region.arguments)
+            if of_loss and all(a.type.dtype.bytes == 2 for a in self.rows):
+                return True
+        # A dense result keeps memory busy with stores, behind which the next row's loads would wait.
+        return self.dense and len(self.rows) == 1 and not self.wide
+
+    def _resident(self, threads: int, select: dict[str, str]) -> int:
+        """Blocks that a multiprocessor should hold at least, which bounds registers."""
+        way = select.get("select", "")
+        if self.block:
+            one_row = [self.layouts[a].kind for a in self.region.arguments] == ["experts"]
+            live = -(-self.experts // (self.vec * self.lanes)) * self.vec
+            spare = live <= _BOUNDED_SLOTS and self.picks <= BOUNDED_PICKS and not self.limits
+            lanes = _RESIDENT_LANES_OF_WIDE_RANKS if self.wide else _RESIDENT_LANES
+            return max(1, lanes // self.lanes) if one_row and spare and way == "radix" else 1
+        if self._is_summing and self.sums and self.dense:
+            return max(1, _RESIDENT_WITH_SUMS * _USUAL_THREADS // threads)
+        if self.few or not (threads == _USUAL_THREADS or self._is_large):
+            return 1
+        if way == "merge" and not (self.wide or self.dense or self.limits or self.sums) and self.vec > 1:
+            return max(1, _RESIDENT_WHERE_COMPACT * _USUAL_THREADS // threads)
+        if self.grouped and self.experts <= _GROUPED_EXPERTS and not self.sums:
+            return _RESIDENT_WITH_GROUPS
+        return 1
+
+
+def _row_alignment(value: Value) -> int:
+    """Of rows that a kernel before has written, one after the other; of inputs that nobody has said anything about."""
+    if isinstance(value, BlockArgument) or value.type.rank != 2:
+        return 16
+    return python_math.gcd(16, _columns(value) * value.type.dtype.bytes)
+
+
+def _width(region: Block, layouts: dict[Value, Layout]) -> int:
+    """Bytes of an element of the narrowest row of floats that is read."""
+    rows = [a for a in region.arguments if layouts[a].kind == "experts" and a.type.dtype.is_float]
+    return min((a.type.dtype.bytes for a in rows), default=4)
+
+
+def _vector(experts: int, region: Block, layouts: dict[Value, Layout]) -> int:
+    """Columns in one chunk: what 16 bytes of the narrowest row hold, as far as E divides.
+
+    Chunks of a long row are shorter, down to 4 bytes, where that leaves fewer slots dead at the end of the row: 2304
+    columns are 2.25 chunks of 8 for each of 128 lanes, which take the time of 3, or 9 chunks of 2. What counts is how
+    many lanes there usually are: sums depend on the chunks, and must not depend on the lanes.
+    """
+    width = _width(region, layouts)
+    longest = python_math.gcd(experts, 16 // width)
+    if experts <= _LONG_ROW:
+        return longest
+    lanes = WARP if experts <= _WARP_EXPERTS else _USUAL_LANES
+    shorter = [longest >> halvings for halvings in range(longest.bit_length())]
+    return min(
+        (vec for vec in shorter if vec * width >= 4 or vec == longest),
+        key=lambda vec: -(-experts // (vec * lanes)) * vec,
+    )
+
+
+def _columns(rows: Value) -> int:
+    columns = rows.type.shape[-1]
+    assert isinstance(columns, int)
+    return columns
+
+
+def exchanged_bytes(region: Block, lanes: int) -> int:
+    """Shared memory in which the lanes of a block exchange sums, maxima and picks, at most."""
+    words = 1
+    for op in region.ops:
+        if isinstance(op, row.Membership | row.Bitmap):
+            words += 1
+        elif isinstance(op, row.Scatter) and row.are_given(op.indices):
+            words += 2
+    return 4 * words * lanes + 1024
+
+
+def _shared_bytes_per_token(region: Block, experts: int, vec: int, lanes: int, choices: dict[str, str]) -> int:
+    """Shared memory of the tables that code generation declares, a token."""
+    total = 0
+    staged = False
+    for op in region.ops:
+        if isinstance(op, row.TopK):
+            collects = choices["select"] == "merge" and not is_packed(op)
+            if choices["select"] == "sort":
+                total += 8 * padded_columns(experts, vec, lanes)
+            elif collects:
+                total += 8 * op.k
+            elif choices["select"] == "radix":
+                shape = RadixShape.of(op, experts, vec, lanes)
+                total += 8 * shape.length + 4 * DIGIT_WORDS
+                staged |= shape.bounded
+            staged |= collects
+        elif isinstance(op, row.GroupLimit) and choices["groups"] != "lanes":
+            total += 4 * op.groups
+            staged = True
+    sparse = sparse_results(region)
+    total += sum(value.type.dtype.bytes * experts for value in sparse)
+    if any(isinstance(o, row.Scatter) and o not in sparse.values() for o in region.ops):
+        total += 4 * experts
+    if any(isinstance(o, row.Gather) and not isinstance(o.x, BlockArgument) for o in region.ops):
+        total += 4 * experts
+    return total + (4 * experts if staged else 0)
