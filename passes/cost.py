@@ -42,9 +42,9 @@ class Extents:
         return float(type.elements(blocks | {"T": self.tokens, "M": self.rows, "N": self.sequences}))
 
     def bytes_of(self, type: TensorType, *, of_experts: bool) -> float:
-        """Of a tensor; `of_experts`: only matrices that a row is multiplied by count."""
+        """Of a tensor; `of_experts`: of matrices [E, m, n], those that a row is multiplied by."""
         share = 1.0
-        if of_experts and type.rank == 3 and isinstance(type.shape[0], int):
+        if of_experts and isinstance(type.shape[0], int):
             share = self.live_experts(type.shape[0]) / max(1, type.shape[0])
         return share * self.size(type) * type.dtype.bytes
 
@@ -120,9 +120,9 @@ def _bytes_read(op: Kernel, number: int, extents: Extents) -> float:
         users = op.region.users(argument)
         if users and all(isinstance(u, row.Gather) and u.x is argument for u in users):
             return sum(extents.size(u.results[0].type) for u in users) * type.dtype.bytes
-        if any(isinstance(u, slot.SumParts) for u in users):  # matrices, but of no experts
-            return extents.bytes_of(type, of_experts=False)
-    return extents.bytes_of(type, of_experts=True)
+        if any(isinstance(u, slot.GroupedLinear) and u.weight is argument for u in users):
+            return extents.bytes_of(type, of_experts=True)
+    return extents.bytes_of(type, of_experts=False)
 
 
 def _multiplied(op: Kernel, rows: Value) -> str:

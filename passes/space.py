@@ -371,11 +371,13 @@ def longest_row(op: Kernel) -> int:
 
 
 def experts_of(op: Kernel) -> int:
-    """E of a kernel that has to do with experts; 1 where it has not."""
-    if parts_of(op) > 1:
-        return 1
-    matrices = [v.type.shape[0] for v in op.operands if v.type.rank == 3]
-    return max([n for n in matrices if isinstance(n, int)], default=1)
+    """E of a kernel whose products go by experts; 1 of any other."""
+    for inner in op.region.ops if op.region is not None else ():
+        if isinstance(inner, slot.GroupedLinear | slot.GroupedWgrad):
+            experts = inner.counts.type.shape[0]
+            assert isinstance(experts, int)
+            return experts
+    return 1
 
 
 def parts_of(op: Kernel) -> int:

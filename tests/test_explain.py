@@ -202,13 +202,13 @@ def test_what_is_tuned_is_what_is_told() -> None:
 
     def tuned(kind: str, cotangents: tuple[str, ...], bucket: int) -> tuple[str, ...]:
         asked.append((kind, bucket))
-        return ("route_rows:threads=256",) if kind == "training" else ()
+        return ("route_rows:threads=64",) if kind == "training" else ()
 
     told = explain(program, HOPPER, TOKENS, tuned=tuned)
     by_rule = explain(program, HOPPER, TOKENS)
     assert asked == [("training", 3), ("backward", 3)]
     threads = [[k.threads for d in found.directions for k in d.kernels] for found in (told, by_rule)]
-    assert threads[0][0] == 256 != threads[1][0] and threads[0][1:] == threads[1][1:]
+    assert threads[0][0] == 64 != threads[1][0] and threads[0][1:] == threads[1][1:]
 
 
 def test_a_layer_of_the_last_call_explains_itself() -> None:
