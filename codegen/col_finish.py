@@ -142,7 +142,7 @@ class _Emitter:
         if not self.cluster:
             return lines, blocks, per_sequence
         first = [f"__shared__ {register(v)} {name}[{columns_of(v)}];" for v, name in self.shared.items()]
-        first.append("moesaic::cluster_wait();  // for blocks to begin")
+        first.append("moesaic::cluster_wait();  // so do the others")
         if blocks > self.cluster:
             lines = [
                 f"for (int number = blockIdx.x; number < {blocks}; number += {self.cluster}) {{",

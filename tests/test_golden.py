@@ -57,6 +57,8 @@ ROUTERS: Mapping[str, tuple[str, mo.Router]] = {  # dtype of the logits, and the
     "qwen3_dense": ("bf16", mo.Router(128, 8, renormalize=True, outputs=("probs", "map"))),
     # sums over tokens and the kernel that finishes them
     "gate_bias": ("bf16", mo.Router(128, 4, order="topk_then_score", gate_bias=True)),
+    # a loss: totals that blocks of a cluster give to the first of them, two tiles a block; backward with a loss
+    "load_balance": ("bf16", mo.Router(160, 6, renormalize=True, losses={"balance": mo.LoadBalance(coef=1e-2)})),
     # picks sorted in shared memory
     "large_k": ("fp16", mo.Router(64, 40, renormalize=True, outputs=("weights", "indices"))),
     # a block shares a row, and picks from what reaches a bound

@@ -62,7 +62,7 @@ extern "C" __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kTh
     if (first == share.first) {  // only now: nothing before waits for other blocks
       moesaic::cluster_wait();  // the runs of all blocks are counted
       moesaic::sum_cluster<kExperts, kThreads, kBlocks>(counted, share.rank, bases, found);
-      moesaic::cluster_arrive_after_reading();  // others may leave
+      moesaic::cluster_arrive_relaxed();  // others may leave
 
       // Where each expert begins; all blocks work it out.
       moesaic::first_slots<kExperts, kThreads, kAlign, /*kPad=*/false>(found, bound, starts);

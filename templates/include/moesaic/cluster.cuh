@@ -15,9 +15,10 @@ __device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release;" ::: "memory");
 #endif
 }
-// The arrival of a thread that has only read what other blocks have, and used it. Their shared memory ends with them, so
-// they wait for that; nothing that it wrote has to be seen, for which the other arrival waits hundreds of clocks.
-__device__ __forceinline__ void cluster_arrive_after_reading() {
+// The arrival of a thread that has written nothing since for others to see, for which the other one waits hundreds of
+// clocks: that its block runs, and has shared memory to be written; or that it has read what others have, and used it,
+// which they wait for, since their shared memory ends with them.
+__device__ __forceinline__ void cluster_arrive_relaxed() {
 #ifdef MOESAIC_EMULATE
   moesaic_emulate_cluster_arrive();
 #else
