@@ -13,9 +13,9 @@ from moesaic.runtime import cache, host_library
 from moesaic.runtime.emulator import toolchain
 from moesaic.runtime.emulator.launch import EmulatedKernel
 
-# -O1 gives the least of compiling plus running. Frame pointers and line tables lead a report from a helper to the
-# kernel's line. No contraction and no unique symbols: results and shared variables must not depend on what else is
-# loaded. Hidden by default: two kernels may hold different helpers of the same name.
+# Frame pointers and line tables lead a report from a helper to the kernel's line. No contraction and no unique symbols:
+# results and shared variables must not depend on what else is loaded. Hidden by default: two kernels may hold different
+# helpers of the same name.
 _COMMON_FLAGS = (
     "-std=c++17",
     "-fPIC",
@@ -28,12 +28,15 @@ _COMMON_FLAGS = (
     "-pthread",
 )
 _KERNEL_FLAGS = (
-    "-O1",
+    "-Og",  # the least of compiling plus running: most kernels run once on small inputs
     "-DMOESAIC_EMULATE=1",
     "-w",  # CUDA's pragmas and attributes would fill the screen
     "-fsanitize=bounds",  # an index outside an array of known size becomes a trap, hence a report
     "-fsanitize-undefined-trap-on-error",
 )
+# A kernel names nothing but the emulator's runtime, which brings the C and C++ libraries with it: the linker need not
+# read those for every kernel, which would take longer than all else it does.
+_KERNEL_LINK_FLAGS = ("-nostdlib",)
 _RUNTIME_FLAGS = ("-O2", "-DNDEBUG")
 _WHOSE = "the emulator"
 
@@ -85,7 +88,7 @@ def build(
     key = host_library.key(
         cache.LibraryKey,
         compiler,
-        flags,
+        (*flags, *_KERNEL_LINK_FLAGS),
         symbol=kernel_name,
         source_sha256=cache.sha256(source),
         headers=toolchain.digest_of_directories([*own_dirs, *cuda_dirs]),
@@ -115,7 +118,7 @@ def _compile_kernel(
         )
 
     # The runtime is loaded before, by its full path; the loader finds it again by its soname.
-    command = ["-shared", *flags, "-include", header, "entry.cpp", str(runtime_path)]
+    command = ["-shared", *flags, "-include", header, "entry.cpp", str(runtime_path), *_KERNEL_LINK_FLAGS]
     made = host_library.compile_in(compiler, command, {file_name: source, "entry.cpp": entry}, failed)
     return cache.Content({**made.files, file_name: source.encode()}, made.facts)
 
@@ -177,12 +180,16 @@ def _compile_runtime(compiler: toolchain.Compiler, flags: Sequence[str], digest:
             f"{' '.join(compiler.command)} ({compiler.version}) cannot build the emulator's runtime:\n{errors}"
         )
 
+    # One text of all: the headers of the C++ library, which take longer than our lines, are read once.
+    names = sorted(path.name for path in toolchain.RUNTIME_SOURCE_DIR.glob("*.cpp"))
+    source = {"runtime.cpp": "".join(f'#include "{name}"\n' for name in names)}
     command = [
         "-shared",
         *flags,
         f"-ffile-prefix-map={toolchain.PACKAGE_DIR}=.",
         f"-I{toolchain.SHIM_INCLUDE_DIR}",
-        *map(str, sorted(toolchain.RUNTIME_SOURCE_DIR.glob("*.cpp"))),
+        f"-I{toolchain.RUNTIME_SOURCE_DIR}",
+        "runtime.cpp",
         f"-Wl,-soname,libmoesaic_emulate_{digest[:16]}.so",
     ]
-    return host_library.compile_in(compiler, command, {}, failed)
+    return host_library.compile_in(compiler, command, source, failed)

@@ -5,14 +5,6 @@
 
 namespace moesaic_emulate {
 
-namespace {
-
-[[noreturn]] void fail_here(const char* message, Site site) {
-    report_lane(this_worker(), message, &site, nullptr, __builtin_frame_address(0));
-}
-
-}  // namespace
-
 void release_cluster(Cluster& cluster) {
     if (cluster.arrived == 0 || cluster.arrived != cluster.alive) return;
     cluster.arrived = 0;
@@ -37,7 +29,7 @@ void release_cluster(Cluster& cluster) {
 void cluster_arrive(Site site) {
     Lane& lane = this_lane();
     Cluster& cluster = *this_worker().cluster;
-    if (lane.arrived) fail_here("a second arrival at the barrier of the cluster, without a wait between", site);
+    if (lane.arrived) fail("a second arrival at the barrier of the cluster, without a wait between", site);
     lane.arrived = true;
     lane.cluster_phase = cluster.phase;
     lane.site = site;
@@ -49,7 +41,7 @@ void cluster_arrive(Site site) {
 void cluster_wait(Site site) {
     Lane& lane = this_lane();
     Worker& worker = this_worker();
-    if (!lane.arrived) fail_here("a wait at the barrier of the cluster without an arrival before", site);
+    if (!lane.arrived) fail("a wait at the barrier of the cluster without an arrival before", site);
     lane.arrived = false;
     if (lane.cluster_phase != worker.cluster->phase) return yield_lane(false);
     lane.state = LaneState::AtClusterBarrier;
@@ -65,13 +57,13 @@ const void* in_block_of_cluster(const void* address, unsigned bytes, unsigned ra
     char message[160];
     if (rank >= cluster.size) {
         snprintf(message, sizeof message, "block %u of a cluster of %u", rank, cluster.size);
-        fail_here(message, site);
+        fail(message, site);
     }
     const Worker& other = *cluster.blocks[rank];
     if (&other == &worker) return address;
     if (other.alive == 0) {
         snprintf(message, sizeof message, "shared memory of block %u of the cluster, which has ended", rank);
-        fail_here(message, site);
+        fail(message, site);
     }
     const auto* at = static_cast<const unsigned char*>(address);
     const auto offset = static_cast<std::size_t>(at - worker.view.dynamic_shared);

@@ -16,15 +16,11 @@ namespace {
 
 constexpr std::size_t kPoolBytes = kMaxPendingCopies * sizeof(PendingCopy);
 
-[[noreturn]] void fail_here(const char* message, Site site) {
-    report_lane(this_worker(), message, &site, nullptr, __builtin_frame_address(0));
-}
-
 std::uint32_t take_entry(Worker& worker, Site site) {
     if (worker.copies == nullptr) {
         void* memory =
             mmap(nullptr, kPoolBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-        if (memory == MAP_FAILED) fail_here("not enough memory for the emulator's list of copies in flight", site);
+        if (memory == MAP_FAILED) fail("not enough memory for the emulator's list of copies in flight", site);
         worker.copies = static_cast<PendingCopy*>(memory);
     }
     if (worker.free_copy != kNoCopy) {
@@ -33,7 +29,7 @@ std::uint32_t take_entry(Worker& worker, Site site) {
         return entry;
     }
     if (worker.copies_used == kMaxPendingCopies) {
-        fail_here("more copies in flight than shared memory has words: is a wait missing?", site);
+        fail("more copies in flight than shared memory has words: is a wait missing?", site);
     }
     return worker.copies_used++;
 }
@@ -49,7 +45,7 @@ void finish(const PendingCopy& copy, Site site) {
         char message[200];
         snprintf(message, sizeof message, "an asynchronous copy of %u bytes that this wait covers: %s", copy.bytes,
                  changed);
-        fail_here(message, site);
+        fail(message, site);
     }
     std::memcpy(copy.shared, copy.data, copy.bytes);
 }
@@ -72,7 +68,7 @@ void release_copies(Worker& worker) {
 }
 
 void copy_async(void* shared, const void* global, unsigned bytes, bool valid, Site site) {
-    if (bytes != 4 && bytes != 8 && bytes != 16) fail_here("an asynchronous copy moves 4, 8 or 16 bytes", site);
+    if (bytes != 4 && bytes != 8 && bytes != 16) fail("an asynchronous copy moves 4, 8 or 16 bytes", site);
     check_shared(shared, bytes, bytes, site);
     if (valid) check_access(global, bytes, bytes, false, site);
 

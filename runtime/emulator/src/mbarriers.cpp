@@ -21,14 +21,10 @@ struct Barrier {
 };
 static_assert(sizeof(Barrier) == 8, "an mbarrier is a word of 64 bits");
 
-[[noreturn]] void fail_here(const char* message, Site site) {
-    report_lane(this_worker(), message, &site, nullptr, __builtin_frame_address(0));
-}
-
 Barrier& barrier_at(void* address, Site site) {
     check_shared(address, 8, 8, site);
     Barrier& barrier = *static_cast<Barrier*>(address);
-    if (is_poison(static_cast<const unsigned char*>(address), 8)) fail_here("an mbarrier that nobody has set up", site);
+    if (is_poison(static_cast<const unsigned char*>(address), 8)) fail("an mbarrier that nobody has set up", site);
     return barrier;
 }
 
@@ -53,7 +49,7 @@ void complete(Worker& worker, Barrier& barrier) {
 }
 
 void arrive(Worker& worker, Barrier& barrier, Site site) {
-    if (barrier.pending == 0) fail_here("more arrivals at an mbarrier than its phase was set up for", site);
+    if (barrier.pending == 0) fail("more arrivals at an mbarrier than its phase was set up for", site);
     barrier.pending -= 1;
     complete(worker, barrier);
 }
@@ -62,7 +58,7 @@ void fill(const PendingBox& box, Site site) {
     for (unsigned line = 0; line < box.rows; ++line) {
         unsigned char* const to = box.shared + line * box.line_bytes;
         if (!is_poison(to, box.line_bytes)) {
-            fail_here("a box of the copy engine: its destination was written meanwhile, or is that of another copy", site);
+            fail("a box of the copy engine: its destination was written meanwhile, or is that of another copy", site);
         }
         for (unsigned at = 0; at < box.line_bytes; at += 16) {
             unsigned char* const chunk = to + (at ^ (line % 8 * 16));
@@ -108,7 +104,7 @@ bool somebody_waits(const Worker& worker, const Barrier& barrier) {
 
 void remember(Worker& worker, const PendingArrival& arrival, Site site) {
     if (worker.arrival_count == kMaxArrivals) {
-        fail_here("more arrivals under way than the emulator keeps: is a wait missing?", site);
+        fail("more arrivals under way than the emulator keeps: is a wait missing?", site);
     }
     worker.arrivals[worker.arrival_count++] = arrival;
 }
@@ -117,7 +113,7 @@ void remember(Worker& worker, const PendingArrival& arrival, Site site) {
 
 void mbarrier_init(void* address, unsigned arrivals, Site site) {
     check_shared(address, 8, 8, site);
-    if (arrivals == 0 || arrivals > 0xFFFF) fail_here("an mbarrier expects 1 to 65535 arrivals here", site);
+    if (arrivals == 0 || arrivals > 0xFFFF) fail("an mbarrier expects 1 to 65535 arrivals here", site);
     *static_cast<Barrier*>(address) = {static_cast<std::uint16_t>(arrivals), static_cast<std::uint16_t>(arrivals), 0, 0};
 }
 
@@ -142,7 +138,7 @@ void mbarrier_wait(void* address, unsigned parity, Site site) {
     Worker& worker = this_worker();
     Barrier& barrier = barrier_at(address, site);
     Lane& lane = this_lane();
-    if (parity > 1) fail_here("the parity of a phase is 0 or 1", site);
+    if (parity > 1) fail("the parity of a phase is 0 or 1", site);
     if (barrier.phase == parity) arrive_by_itself(worker, barrier);
     if (barrier.phase != parity) return yield_lane(false);
     lane.state = LaneState::AtMbarrier;
@@ -156,7 +152,7 @@ void mbarrier_wait(void* address, unsigned parity, Site site) {
 void copy_box(void* shared, const void* global, unsigned rows, unsigned line_bytes, long long row_bytes, int valid_rows,
               int valid_bytes, void* address, Site site) {
     Worker& worker = this_worker();
-    if (line_bytes != 128) fail_here("a box with the 128-byte swizzle has lines of 128 bytes", site);
+    if (line_bytes != 128) fail("a box with the 128-byte swizzle has lines of 128 bytes", site);
     check_shared(shared, rows * line_bytes, 1024, site);
     Barrier& barrier = barrier_at(address, site);
     const PendingBox box = {static_cast<unsigned char*>(shared), static_cast<const unsigned char*>(global), rows,
@@ -170,9 +166,9 @@ void copy_box(void* shared, const void* global, unsigned rows, unsigned line_byt
 void store_box(const void* shared, void* global, unsigned line_bytes, long long row_bytes, int valid_rows, int valid_bytes,
                Site site) {
     Worker& worker = this_worker();
-    if (line_bytes != 128 && line_bytes != 64) fail_here("a swizzled box has lines of 64 or 128 bytes", site);
+    if (line_bytes != 128 && line_bytes != 64) fail("a swizzled box has lines of 64 or 128 bytes", site);
     check_shared(shared, line_bytes, 8 * line_bytes, site);
-    if (worker.store_count == kMaxStores) fail_here("more boxes leave than the emulator keeps: is a wait missing?", site);
+    if (worker.store_count == kMaxStores) fail("more boxes leave than the emulator keeps: is a wait missing?", site);
     worker.stores[worker.store_count++] = {&this_lane(), this_lane().store_groups, static_cast<const unsigned char*>(shared),
                                            static_cast<unsigned char*>(global), line_bytes, row_bytes, valid_rows,
                                            valid_bytes, site};
