@@ -7,6 +7,9 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
 
+# Whatever the environment says: tests start many processes, each of which would compile all modules of ours again.
+export PYTHONDONTWRITEBYTECODE :=
+
 VENV := .venv
 BIN  := $(VENV)/bin
 PIP  := $(BIN)/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt
