@@ -55,6 +55,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):  # all on one worker: many processes would fight over one device's memory
             item.add_marker(pytest.mark.xdist_group("gpu"))
+        elif item.get_closest_marker("emulate") and not item.get_closest_marker("xdist_group"):
+            # Cases of a test often run the same kernels: while one worker builds them, another would only wait.
+            test, case, _ = item.name.partition("[")
+            if case:
+                item.add_marker(pytest.mark.xdist_group(f"{item.path.stem}.{test}"))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

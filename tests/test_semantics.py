@@ -28,7 +28,7 @@ def assert_equal(found, wanted, tolerance=DOUBLE):
             assert torch.equal(ours.long(), theirs.long())
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(routers(), SEEDS, st.booleans())
 def test_each_pass_keeps_the_forward_function(module, seed, special):
     inputs = inputs_of(module.entry, seed, special=special)
@@ -40,7 +40,7 @@ def test_each_pass_keeps_the_forward_function(module, seed, special):
         assert_equal(evaluate(lowered.entry, inputs), wanted)
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(routers(), SEEDS)
 def test_the_derived_backward_is_autograd_of_the_forward(module, seed):
     """And stays it through every pass. Autograd runs over the reference semantics, never over our rules."""
@@ -75,7 +75,7 @@ def test_the_derived_backward_is_autograd_of_the_forward(module, seed):
             torch.testing.assert_close(found[name], gradient, rtol=0, atol=DOUBLE_GRADIENT * size)
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(routers(), SEEDS, st.booleans(), st.sampled_from(["", ",plan-workspace", ",plan-workspace,specialize"]))
 def test_fused_kernels_and_launches_compute_the_same(module, seed, special, end):
     """The whole pipeline, forward and backward, with what forward saves handed on by name."""
@@ -101,7 +101,7 @@ def test_fused_kernels_and_launches_compute_the_same(module, seed, special, end)
     )
 
 
-@settings(max_examples=80)
+@settings(max_examples=60)
 @given(routers())
 def test_forward_saves_the_picks_and_nothing_else(module):
     """As K indices, in the type they go out in, or, where that is smaller, as a byte map. No float is ever saved, least
@@ -185,7 +185,7 @@ def expressions(draw):
     return b.build(values=values, picked=at_picks, spread=spread, again=again), e, k
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(expressions(), SEEDS)
 def test_gathers_sink_through_anything(made, seed):
     module, e, k = made

@@ -222,9 +222,10 @@ def test_sixty_equal_layers_share_one_graph(backend: str) -> None:
 
 
 @pytest.mark.emulate
-def test_sixty_different_layers_in_one_graph() -> None:
-    """Traced, but not run: sixty kernels for the emulator take a minute."""
-    layers = [mo.compile(mo.Router(8 + i, 2 + i % 3), backend="emulate") for i in range(60)]
+def test_twenty_different_layers_in_one_graph() -> None:
+    """More than torch compiles one function anew for. Traced, but not run: the emulator builds a kernel for each."""
+    layers = [mo.compile(mo.Router(8 + i, 2 + i % 3), backend="emulate") for i in range(20)]
+    assert len(layers) > torch._dynamo.config.recompile_limit
     seen: list[torch.fx.GraphModule] = []
 
     def model(x: torch.Tensor) -> torch.Tensor:
@@ -234,11 +235,11 @@ def test_sixty_different_layers_in_one_graph() -> None:
         seen.append(graph)
         return lambda *arguments: (torch.zeros(5),)
 
-    compiled(model, backend=only_look)(torch.randn(5, 70).requires_grad_())
+    compiled(model, backend=only_look)(torch.randn(5, 30).requires_grad_())
     assert graphs() == 1
     calls = [n for n in seen[0].graph.nodes if n.target in (FORWARD, torch.ops.moesaic.forward)]
     assert [n.args[0] for n in calls] == [handle_of(layer) for layer in layers]
-    assert len({n.args[0] for n in calls}) == 60
+    assert len({n.args[0] for n in calls}) == 20
     assert all(n.args[1:3] == ("emulate", True) for n in calls)
 
 

@@ -171,19 +171,30 @@ def _cuda_include_candidates() -> list[Path]:
 def digest_of_directories(directories: Iterable[Path]) -> str:
     """sha256 over names and contents of all files below `directories`, in order.
 
-    A folder of CUDA headers is large and changes only with the wheel: there, the headers that kernels include stand
-    for all, and are read once a process.
+    CUDA's headers and the emulator's own files are read once a process. Of the former, those that kernels include stand
+    for all: the folder is large and changes only with the wheel.
     """
     digest = hashlib.sha256()
     for directory in directories:
         if (directory / "cuda_fp16.h").is_file():
             digest.update(_digest_of_cuda_headers(directory).encode())
-            continue
-        for path in sorted(directory.rglob("*")):
-            if path.is_file() and "__pycache__" not in path.parts:
-                digest.update(path.relative_to(directory).as_posix().encode() + b"\0")
-                digest.update(hashlib.sha256(path.read_bytes()).digest())
+        elif directory in (SHIM_INCLUDE_DIR, RUNTIME_SOURCE_DIR):
+            digest.update(_digest_of_own_files(directory).encode())
+        else:
+            digest.update(_digest_of_files(directory).encode())
     return digest.hexdigest()
+
+
+def _digest_of_files(directory: Path) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(directory.rglob("*")):
+        if path.is_file() and "__pycache__" not in path.parts:
+            digest.update(path.relative_to(directory).as_posix().encode() + b"\0")
+            digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+_digest_of_own_files = functools.cache(_digest_of_files)
 
 
 @functools.cache
