@@ -49,22 +49,19 @@ void shuffle_lanes(Warp& warp, unsigned arrived) {
     }
 }
 
-// What a lane at warp_gather waits with; its `value` is the address of one.
-struct GatherRequest {
-    const void* value;
-    unsigned bytes;
-    void* all;
-};
-
-void gather_lanes(Warp& warp, unsigned arrived) {
+void execute_for_warp(Warp& warp, unsigned arrived) {
     const auto request = [&](unsigned lane) {
-        return reinterpret_cast<const GatherRequest*>(static_cast<std::uintptr_t>(warp.lanes[lane].value));
+        return reinterpret_cast<const WholeWarp*>(static_cast<std::uintptr_t>(warp.lanes[lane].value));
     };
     const unsigned first = static_cast<unsigned>(__builtin_ctz(arrived));
-    const unsigned bytes = request(first)->bytes;
+    const auto execute = request(first)->execute;
+    void* own[kWarpSize];
     for (unsigned i = 0; i < kWarpSize; ++i) {
         const bool here = (arrived >> i & 1u) != 0;
-        if (here && request(i)->bytes == bytes) continue;
+        if (here && request(i)->execute == execute) {
+            own[i] = request(i)->own;
+            continue;
+        }
         Lane& lane = warp.lanes[first];
         current_lane = &lane.view;
         char message[160];
@@ -72,10 +69,7 @@ void gather_lanes(Warp& warp, unsigned arrived) {
                  here ? "is at another one" : "has exited or is beyond the block");
         fail_at(lane, message);
     }
-    for (unsigned reader = 0; reader < kWarpSize; ++reader) {
-        auto* all = static_cast<unsigned char*>(request(reader)->all);
-        for (unsigned i = 0; i < kWarpSize; ++i) std::memcpy(all + i * bytes, request(i)->value, bytes);
-    }
+    execute(own);
 }
 
 std::uint64_t reduce_lanes(const Warp& warp, unsigned arrived, WarpOperation operation) {
@@ -112,7 +106,7 @@ unsigned matching(const Warp& warp, unsigned arrived, std::uint64_t value) {
 void compute_results(Warp& warp, unsigned arrived, WarpOperation operation) {
     if (operation == WarpOperation::SyncWarp) return;
     if (is_shuffle(operation)) return shuffle_lanes(warp, arrived);
-    if (operation == WarpOperation::Gather) return gather_lanes(warp, arrived);
+    if (operation == WarpOperation::WholeWarp) return execute_for_warp(warp, arrived);
 
     if (operation == WarpOperation::MatchAny) {
         for (unsigned lanes = arrived; lanes != 0; lanes &= lanes - 1) {
@@ -254,9 +248,8 @@ std::uint64_t warp_collective(WarpOperation operation, unsigned mask, std::uint6
     return lane.result;
 }
 
-void warp_gather(const void* value, unsigned bytes, void* all, Site site) {
-    const GatherRequest request{value, bytes, all};
-    warp_collective(WarpOperation::Gather, ~0u, reinterpret_cast<std::uintptr_t>(&request), 0,
+void execute_as_one(const WholeWarp& request, Site site) {
+    warp_collective(WarpOperation::WholeWarp, ~0u, reinterpret_cast<std::uintptr_t>(&request), 0,
                     static_cast<int>(kWarpSize), site);
 }
 

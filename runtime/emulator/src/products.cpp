@@ -3,6 +3,7 @@
 #include <cstring>
 #include <type_traits>
 
+#include "elements.h"
 #include "state.h"
 
 namespace moesaic_emulate {
@@ -15,7 +16,6 @@ constexpr int kSteps = 16;        // of a product
 constexpr int kGroup = 64;        // rows of the right operand, columns of the product, that are done at once,
 constexpr int kSmallGroup = 8;    // and what is left; a fourth of either is a thread's
 
-using Bits = std::uint16_t;
 using TwoFloats = float __attribute__((vector_size(8)));
 using FourFloats = float __attribute__((vector_size(16)));
 
@@ -78,19 +78,6 @@ void read_right(const SwizzledMatrix& matrix, int row, unsigned first, Bits (&bi
             for (int j = 0; j < kOwn / 2; ++j, at += 8 * kLine, to += 2 * kSteps) std::memcpy(to, at, kChunk);
         }
     }
-}
-
-// An element as the bits of a float.
-template <bool kHalf>
-std::uint32_t widened(Bits bits) {
-    if constexpr (!kHalf) return static_cast<std::uint32_t>(bits) << 16;
-    const std::uint32_t magnitude = (bits & 0x7fffu) << 13, sign = (bits & 0x8000u) << 16;
-    float value;
-    std::memcpy(&value, &magnitude, sizeof value);
-    value *= 0x1p112f;  // the difference of the exponents' biases; right for subnormal numbers, too
-    std::uint32_t word;
-    std::memcpy(&word, &value, sizeof word);
-    return word | (magnitude >= 0x0f800000u ? 0x7f800000u : 0u) | sign;  // infinite, or not a number
 }
 
 // A number for all words seen. That of one changed word is another for sure.

@@ -233,6 +233,12 @@ void finish_copies(Lane& lane, std::uint32_t end, Site site);
 // collectives.cpp
 bool warp_barrier_complete(const Warp& warp, const WarpBarrier& barrier);
 void complete_warp_barrier(Warp& warp, unsigned slot);
+// An instruction of the whole warp: `own` is this lane's part in it, and `execute` is given those of all lanes.
+struct WholeWarp {
+    void (*execute)(void* const* own);
+    void* own;
+};
+void execute_as_one(const WholeWarp& request, Site site);
 const char* name_of(WarpOperation operation);
 const char* name_of(BlockOperation operation);
 

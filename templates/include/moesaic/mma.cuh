@@ -49,64 +49,22 @@ __device__ __forceinline__ unsigned to_tf32(float x) {
 #endif
 }
 
-#ifdef MOESAIC_EMULATE
-// The elements of one word of a fragment, as floats.
-template <typename T>
-struct MmaWord {
-  static constexpr int kElements = 2;
-  static float element(unsigned word, int i) {
-    T elements[kElements];
-    memcpy(elements, &word, sizeof(elements));
-    return to_float(elements[i]);
-  }
-};
-template <>
-struct MmaWord<Tf32> {
-  static constexpr int kElements = 1;
-  static float element(unsigned word, int) { return __uint_as_float(word & 0xffffe000u); }  // the rest is ignored
-};
-
-// Products are exact in float, but for overflow and underflow; they are added in the order of k, each sum rounded to
-// nearest. Tensor cores add several products at once and cut bits off instead: sums that are not exact differ in their
-// last bits.
-template <typename T>
-inline void mma_portable(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
-  constexpr int kElements = MmaWord<T>::kElements;
-  struct Fragments {
-    unsigned a[4];
-    unsigned b[2];
-  } own, all[32];
-  memcpy(own.a, a, sizeof(own.a));
-  memcpy(own.b, b, sizeof(own.b));
-  moesaic_emulate_gather(own, all);
-
-  const int lane = static_cast<int>(moesaic_emulate_lane());
-  for (int i = 0; i < 4; ++i) {
-    const int row = lane / 4 + 8 * (i / 2);
-    const int column = 2 * (lane % 4) + i % 2;
-    for (int k = 0; k < Mma<T>::kDepth; ++k) {
-      const int word = k / kElements;                        // four words of a row lie in four lanes
-      const unsigned left = all[(row % 8) * 4 + word % 4].a[row / 8 + 2 * (word / 4)];
-      const unsigned right = all[column * 4 + word % 4].b[word / 4];
-      c[i] += MmaWord<T>::element(left, k % kElements) * MmaWord<T>::element(right, k % kElements);
-    }
-  }
-}
-#endif
-
 // c += a * b; T is __nv_bfloat16, __half or Tf32.
 template <typename T>
 __device__ __forceinline__ void mma(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]);
 
 #ifdef MOESAIC_EMULATE
-#define MOESAIC_MMA(T, instruction)                                                                       \
+// Products are exact in float, but for overflow and underflow; they are added in the order of k, each sum rounded to
+// nearest. Tensor cores add several products at once and cut bits off instead: sums that are not exact differ in their
+// last bits.
+#define MOESAIC_MMA(T, element, instruction)                                                              \
   template <>                                                                                             \
   __device__ __forceinline__ void mma<T>(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) { \
-    mma_portable<T>(c, a, b);                                                                             \
+    moesaic_emulate_mma(c, a, b, moesaic_emulate_mma_element::element);                                   \
   }
 #else
 // volatile: what all lanes do together must not move into a branch that only some take.
-#define MOESAIC_MMA(T, instruction)                                                                       \
+#define MOESAIC_MMA(T, element, instruction)                                                              \
   template <>                                                                                             \
   __device__ __forceinline__ void mma<T>(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) { \
     asm volatile(instruction " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"           \
@@ -114,9 +72,9 @@ __device__ __forceinline__ void mma(float (&c)[4], const unsigned (&a)[4], const
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));                     \
   }
 #endif
-MOESAIC_MMA(__nv_bfloat16, "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32")
-MOESAIC_MMA(__half, "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32")
-MOESAIC_MMA(Tf32, "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32")
+MOESAIC_MMA(__nv_bfloat16, Bfloat16, "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32")
+MOESAIC_MMA(__half, Half, "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32")
+MOESAIC_MMA(Tf32, Tf32, "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32")
 #undef MOESAIC_MMA
 
 // --------------------------------------------------------------------------------------- fragments from shared memory
@@ -127,35 +85,12 @@ MOESAIC_MMA(Tf32, "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32")
 // A fragment of a is four matrices: rows 0-7 and 8-15 of columns 0-7, then the same of columns 8-15. One of b is two:
 // k 0-7, k 8-15, not transposed where k runs along the rows of shared memory (weights stored [n][k]), transposed where
 // n does ([k][n]). For tf32 a row is four elements, and words[m] gets row g, column t: nothing to transpose.
-
-#ifdef MOESAIC_EMULATE
-// A lane reads the row it names before it meets the others: rows that other lanes stored need a barrier first.
-template <int kMatrices, bool kTransposed>
-inline void ldmatrix_portable(unsigned (&words)[kMatrices], const void* row) {
-  struct MatrixRow {
-    unsigned short elements[8];
-  } own = {}, all[32];
-  const int lane = static_cast<int>(moesaic_emulate_lane());
-  if (lane < 8 * kMatrices) {
-    moesaic_emulate_shared_access(row, sizeof(own), sizeof(own));
-    memcpy(&own, row, sizeof(own));
-  }
-  moesaic_emulate_gather(own, all);
-
-  const int g = lane / 4;
-  const int t = lane % 4;
-  for (int m = 0; m < kMatrices; ++m) {
-    const MatrixRow* matrix = all + 8 * m;
-    const unsigned low = kTransposed ? matrix[2 * t].elements[g] : matrix[g].elements[2 * t];
-    const unsigned high = kTransposed ? matrix[2 * t + 1].elements[g] : matrix[g].elements[2 * t + 1];
-    words[m] = low | high << 16;
-  }
-}
-#endif
+//
+// On the emulator a lane reads the row it names before it meets the others: rows that others stored need a barrier first.
 
 __device__ __forceinline__ void ldmatrix_x4(unsigned (&words)[4], const void* row) {
 #ifdef MOESAIC_EMULATE
-  ldmatrix_portable<4, false>(words, row);
+  moesaic_emulate_ldmatrix(words, row, false);
 #else
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
@@ -166,7 +101,7 @@ __device__ __forceinline__ void ldmatrix_x4(unsigned (&words)[4], const void* ro
 // The addresses of lanes 16 to 31 are not used.
 __device__ __forceinline__ void ldmatrix_x2(unsigned (&words)[2], const void* row) {
 #ifdef MOESAIC_EMULATE
-  ldmatrix_portable<2, false>(words, row);
+  moesaic_emulate_ldmatrix(words, row, false);
 #else
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
                : "=r"(words[0]), "=r"(words[1])
@@ -176,7 +111,7 @@ __device__ __forceinline__ void ldmatrix_x2(unsigned (&words)[2], const void* ro
 
 __device__ __forceinline__ void ldmatrix_x4_transposed(unsigned (&words)[4], const void* row) {
 #ifdef MOESAIC_EMULATE
-  ldmatrix_portable<4, true>(words, row);
+  moesaic_emulate_ldmatrix(words, row, true);
 #else
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])

@@ -69,7 +69,7 @@ enum class WarpOperation : std::uint8_t {
     ReduceAnd,
     ReduceOr,
     ReduceXor,
-    Gather,
+    WholeWarp,
 };
 
 // Operations in which all threads of a block (or the stated number, for named barriers) meet.
@@ -85,9 +85,23 @@ MOESAIC_EMULATE_API std::uint64_t warp_collective(WarpOperation operation, unsig
 MOESAIC_EMULATE_API int block_barrier(BlockOperation operation, unsigned id, unsigned threads, int predicate,
                                       Site site);
 
-// Waits until all 32 lanes of the warp are here, then writes what each holds into `all`, lane by lane. For instructions
-// that a whole warp executes as one (tensor cores): a lane that has exited, or never existed, is an error.
-MOESAIC_EMULATE_API void warp_gather(const void* value, unsigned bytes, void* all, Site site);
+// Instructions that a whole warp executes as one, on its tensor cores: the last of 32 lanes to arrive does for all what
+// they came for. A lane that has exited, never existed, or is at another instruction, is an error.
+//
+// PTX `mma.sync`, 16 x 8 in 16 steps of the sum (tf32: 8): sums += a * b. Products are added in order, each sum rounded.
+enum class MmaElement : std::uint8_t { Bfloat16, Half, Tf32 };
+struct MmaFragments {
+    std::uint32_t a[4];
+    std::uint32_t b[2];
+    float sums[4];
+};
+MOESAIC_EMULATE_API void multiply_fragments(MmaFragments& own, MmaElement element, Site site);
+// PTX `ldmatrix` of `count` matrices: the words of this lane; `row` is what it has read of the row that it names.
+struct MatrixRow {
+    std::uint16_t elements[8];
+};
+MOESAIC_EMULATE_API void exchange_rows(const MatrixRow& row, unsigned count, bool transposed, std::uint32_t* words,
+                                       Site site);
 
 // Lanes of the warp that reached this call together: all that wait here once no other lane of the warp can go on.
 MOESAIC_EMULATE_API unsigned active_mask(Site site);

@@ -99,10 +99,25 @@ inline unsigned moesaic_emulate_lane() {
     return ((thread.z * blockDim.y + thread.y) * blockDim.x + thread.x) % MOESAIC_EMULATE_WARP_SIZE;
 }
 
-// What each lane of the warp holds, by lane: for helpers that wrap an instruction of the whole warp.
-template <class T>
-inline void moesaic_emulate_gather(const T& value, T (&all)[MOESAIC_EMULATE_WARP_SIZE],
-                                   moesaic_emulate_site site = moesaic_emulate_site::here()) {
-    static_assert(std::is_trivially_copyable_v<T>, "lanes exchange bytes");
-    ::moesaic_emulate::warp_gather(&value, sizeof(T), all, site);
+// PTX `mma.sync` and `ldmatrix` for helpers that wrap them.
+using moesaic_emulate_mma_element = ::moesaic_emulate::MmaElement;
+inline void moesaic_emulate_mma(float (&sums)[4], const unsigned (&a)[4], const unsigned (&b)[2],
+                                moesaic_emulate_mma_element element,
+                                moesaic_emulate_site site = moesaic_emulate_site::here()) {
+    ::moesaic_emulate::MmaFragments own;
+    memcpy(own.a, a, sizeof(own.a));
+    memcpy(own.b, b, sizeof(own.b));
+    memcpy(own.sums, sums, sizeof(own.sums));
+    ::moesaic_emulate::multiply_fragments(own, element, site);
+    memcpy(sums, own.sums, sizeof(own.sums));
+}
+template <int kMatrices>
+inline void moesaic_emulate_ldmatrix(unsigned (&words)[kMatrices], const void* row, bool transposed,
+                                     moesaic_emulate_site site = moesaic_emulate_site::here()) {
+    ::moesaic_emulate::MatrixRow own = {};
+    if (moesaic_emulate_lane() < 8 * kMatrices) {
+        ::moesaic_emulate::check_shared(row, sizeof(own), sizeof(own), site);
+        memcpy(&own, row, sizeof(own));
+    }
+    ::moesaic_emulate::exchange_rows(own, kMatrices, transposed, words, site);
 }
