@@ -34,8 +34,8 @@ _KERNEL_FLAGS = (
     "-fsanitize=bounds",  # an index outside an array of known size becomes a trap, hence a report
     "-fsanitize-undefined-trap-on-error",
 )
-# A kernel names nothing but the emulator's runtime, which brings the C and C++ libraries with it: the linker need not
-# read those for every kernel, which would take longer than all else it does.
+# What a kernel calls is in the emulator's runtime or in the libraries of C and C++ that this brings with it, where the
+# loader finds it. The linker need not read those for every kernel: that takes it longer than all else.
 _KERNEL_LINK_FLAGS = ("-nostdlib",)
 _RUNTIME_FLAGS = ("-O2", "-DNDEBUG")
 _WHOSE = "the emulator"
