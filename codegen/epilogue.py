@@ -186,7 +186,9 @@ class Epilogue:
 
     def _load(self, value: BlockArgument) -> None:
         index = self.parameters.index(value)
-        if self.is_row(value):
+        if value.type.rank == 0:
+            self._number(value, f"moesaic::to_float(moesaic::load_one({self.parameters.pointer(index)}))")
+        elif self.is_row(value):
             given = self.parameters.given(index)
             pointer = self.parameters.pointer(index)
             where = f"{pointer} + {self.place} * {self.parameters.stride(index)}"
@@ -198,9 +200,9 @@ class Epilogue:
                 to = self.numbers if self.ahead else self.for_row
                 to.append(f"for (int p = 0; p < {parts}; ++p) {name} += moesaic::load_one({where} + p);")
         else:
-            self._load_columns(
-                value, self.row_pointer(index, self.place), self.parameters.align(index), value.type.dtype
-            )
+            # A vector is the same for all rows.
+            pointer = self.row_pointer(index, self.place) if value.type.leading else self.parameters.pointer(index)
+            self._load_columns(value, pointer, self.parameters.align(index), value.type.dtype)
 
     def _number(self, value: Value, expression: str, note: str = "", constant: bool = True) -> str:
         """A number of a row, and how it is read."""

@@ -520,6 +520,21 @@ def test_one_expert(inner: int, weight_on: str) -> None:
 DISPATCH = ["dispatch_count", "dispatch_scan", "dispatch_scatter"]
 
 
+@pytest.mark.parametrize("backend", COMPILED)
+@pytest.mark.parametrize("options", [{"router_scale": True}, {"gate_bias": True, "renormalize": True}], ids=str)
+def test_one_expert_with_inputs_of_the_router(options: dict[str, bool], backend: str) -> None:
+    """No row is left to rank: what is computed from numbers and vectors is beside products, and by rows of tokens."""
+    layer = mo.MoE(mo.Router(1, 1, score="sigmoid", **options), mo.Experts(1, H, INNER), outputs=("hidden", "weights"))
+    given, cotangent = drawn(layer, 13, torch.float32), cotangent_for(13, H)
+    found = run(mo.compile(layer, backend=backend), given, cotangent, device_of(backend))
+    wanted = exact(layer, given, cotangent)
+    assert found["d gate_up_proj"].any()
+    if "renormalize" in options:  # a weight that is 1 whatever the logits are
+        for name in ("d gate_weight", "d gate_bias"):
+            assert found.pop(name).abs().max() < 1e-6 > wanted.pop(name).abs().max()
+    check(found, wanted, EXACT)
+
+
 def _lowered(layer: mo.MoE) -> tuple[str, str]:
     """Forward and backward, as kernels."""
     forward, backward = (
