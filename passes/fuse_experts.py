@@ -194,6 +194,8 @@ class _Fusion:
         op = _op(value)
         if isinstance(op, _HEAVY):
             return op
+        if isinstance(op, slot.Gather | slot.OfPick):  # from memory, and for other rows
+            return None
         for operand in op.operands if isinstance(op, _LIGHT) else ():
             if operand in self.homes:
                 # A sum of a row is complete, and read, only after the kernel that makes it.

@@ -505,13 +505,13 @@ def test_sums_that_meet_their_row_are_a_routers() -> None:
 
 
 @pytest.mark.parametrize("weight_on", ["input", "middle", "output"])
-@pytest.mark.parametrize("inner", [1, INNER])
-def test_one_expert(inner: int, weight_on: str) -> None:
+@pytest.mark.parametrize(("hidden", "inner"), [(1, 1), (1, INNER), (H, 1), (H, INNER)])
+def test_one_expert(hidden: int, inner: int, weight_on: str) -> None:
     """Its weights come from no pick, but lie in memory like others; a row of one column is its own sum."""
     given = {"balance": mo.LoadBalance(num_tokens="given")}  # the gradient of a number of all tokens, and of no row
     for options in ({}, {"renormalize": True}, {"losses": given}):
         router = mo.Router(1, 1, score="sigmoid", **options)
-        program = program_of(mo.MoE(router, mo.Experts(1, H, inner, weight_on=weight_on)).module(DType.F32))
+        program = program_of(mo.MoE(router, mo.Experts(1, hidden, inner, weight_on=weight_on)).module(DType.F32))
         for kind in ("forward", "training", "backward"):
             symbols = [k.symbol for k in program.executable(kind, "sm_90a", ()).kernels]
             assert [s for s in symbols if s.endswith(("down_proj", "combine"))], symbols

@@ -96,7 +96,7 @@ def check(case: Case, backend: str) -> None:
             assert wrong < 0.25, f"{name}: {wrong:.0%} of it is off"
         else:
             allowed = ALLOWED[torch.float32] + STORED[found[name].dtype]
-            least = CANCELLED if name.startswith("d ") else 1e-6
+            least = CANCELLED if name.startswith("d ") else 1e-3  # a sum of products near 1 may cancel, too
             worst = error.max().item()
             assert worst <= allowed * max(largest, least), f"{name}: off by {worst:.3g} of {largest:.3g}"
 
