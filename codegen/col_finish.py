@@ -109,7 +109,7 @@ class _Emitter:
 
     def _summing(self) -> tuple[list[str], int, int]:
         """Lines that add up partial rows, and how many blocks they need: in all, and for each sequence."""
-        lines = ["int tile = blockIdx.x;"] if self.sums else []
+        lines: list[str] = []
         if self.cluster:
             self.shared = {v: self.parameters.unique(f"{self._name(v)}_total") for v in self.sums}
         blocks = per_sequence = 0
@@ -140,18 +140,19 @@ class _Emitter:
             if not last:
                 lines.append(f"tile -= {size};")
         if not self.cluster:
-            return lines, blocks, per_sequence
+            return ["int tile = blockIdx.x;", *lines] if lines else [], blocks, per_sequence
         first = [f"__shared__ {register(v)} {name}[{columns_of(v)}];" for v, name in self.shared.items()]
         first.append("moesaic::cluster_wait();  // so do the others")
-        if blocks > self.cluster:
-            lines = [
-                f"for (int number = blockIdx.x; number < {blocks}; number += {self.cluster}) {{",
-                "  int tile = number;",
-                *("  " + line for line in lines[1:]),
-                "  __syncthreads();  // the next tile's sums go where this one's were",
-                "}",
-            ]
-        return [*first, *lines], self.cluster, 0
+        if blocks <= self.cluster:
+            return [*first, "int tile = blockIdx.x;", *lines], self.cluster, 0
+        over_tiles = [
+            f"for (int number = blockIdx.x; number < {blocks}; number += {self.cluster}) {{",
+            "  int tile = number;",
+            *("  " + line for line in lines),
+            "  __syncthreads();  // the next tile's sums go where this one's were",
+            "}",
+        ]
+        return [*first, *over_tiles], self.cluster, 0
 
     def _collecting(self) -> list[str]:
         """Lines after which the first block of the cluster has all sums, and the others have ended."""

@@ -177,10 +177,11 @@ class WgmmaStages {
   static constexpr int kOwners = kOwners_;  // threads that share a tile
   // Registers of a thread that fetches, which holds addresses of lines, and of one that multiplies. A multiprocessor has 504
   // for one thread of each warpgroup.
-  static constexpr int kFetchRegisters = (kLeft != Fetch::kLines && kRight != Fetch::kLines) || Shape::kM <= 64 ? 56
-                                         : Shape::kM > 128 || kLeft == kRight              ? 88
-                                         : kOwners < kWorkers                              ? 64
-                                                                                           : 72;
+  static constexpr int kFetchRegisters = kLeft != Fetch::kLines && kRight != Fetch::kLines ? 40
+                                         : Shape::kM <= 64                                ? 56
+                                         : Shape::kM > 128 || kLeft == kRight             ? 88
+                                         : kOwners < kWorkers                             ? 64
+                                                                                          : 72;
   static constexpr int kWorkRegisters = smaller(240, (504 - kFetchRegisters) / kGroups / 8 * 8);
 
  protected:
