@@ -8,10 +8,10 @@ every thread holds the numbers.
 from __future__ import annotations
 
 from moesaic.codegen.kernel import GeneratedKernel
-from moesaic.codegen.lines import STORAGE, columns_of, comment, definition, fused_ops, literal, register
+from moesaic.codegen.lines import STORAGE, comment, definition, fused_ops, literal, register
 from moesaic.codegen.parameters import Parameters
 from moesaic.codegen.render import banner, render
-from moesaic.ir.core import Constant, Op, OpResult, Value
+from moesaic.ir.core import Constant, Op, OpResult, Value, columns_of
 from moesaic.ir.errors import InternalError, UnsupportedError
 from moesaic.ir.ops import col, math
 from moesaic.ir.ops.launch import Kernel

@@ -12,11 +12,11 @@ from __future__ import annotations
 import math as python_math
 from collections.abc import Callable, Sequence
 
-from moesaic.codegen.lines import STORAGE, columns_of, comment, literal, register
+from moesaic.codegen.lines import STORAGE, comment, literal, register
 from moesaic.codegen.names import short_name
 from moesaic.codegen.parameters import Parameters
 from moesaic.codegen.target import Target
-from moesaic.ir.core import BlockArgument, Constant, Op, OpResult, Value
+from moesaic.ir.core import BlockArgument, Constant, Op, OpResult, Value, columns_of
 from moesaic.ir.errors import UnsupportedError
 from moesaic.ir.ops import math, row, slot
 from moesaic.ir.ops.launch import Kernel

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from moesaic.codegen.kernel import FusedOp
 from moesaic.ir.attributes import format_attributes, format_float
 from moesaic.ir.core import Block, Constant, Op, Value
-from moesaic.ir.errors import InternalError
 from moesaic.ir.ops import math
 from moesaic.ir.types import DType
 
@@ -43,14 +42,6 @@ def register(value: Value) -> str:
     if value.type.dtype in (DType.I1, DType.U8):
         return "bool"
     return STORAGE[value.type.dtype] if value.type.dtype in INTEGERS else "float"
-
-
-def columns_of(value: Value) -> int:
-    """The constant length of a value's rows."""
-    last = value.type.shape[-1] if value.type.shape else 1
-    if not isinstance(last, int):
-        raise InternalError(f"rows without a constant length: {value.type}")
-    return last
 
 
 def literal(value: float) -> str:

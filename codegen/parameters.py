@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterable
 
 from moesaic.codegen.kernel import Argument, TensorMap
-from moesaic.codegen.lines import STORAGE, Line, columns_of
+from moesaic.codegen.lines import STORAGE, Line
 from moesaic.codegen.names import Names
-from moesaic.ir.core import Block, BlockArgument, Value
+from moesaic.ir.core import Block, BlockArgument, Value, columns_of
 from moesaic.ir.errors import InternalError, UnsupportedError
 from moesaic.ir.ops.launch import Kernel
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from moesaic.codegen.epilogue import TILE_NAMES, Epilogue
 from moesaic.codegen.kernel import GeneratedKernel
-from moesaic.codegen.lines import STORAGE, Line, columns_of, fused_ops
+from moesaic.codegen.lines import STORAGE, Line, fused_ops
 from moesaic.codegen.parameters import Parameters
 from moesaic.codegen.render import banner, indented, render
-from moesaic.ir.core import Block, Value
+from moesaic.ir.core import Block, Value, columns_of
 from moesaic.ir.ops import slot
 from moesaic.ir.ops.launch import Kernel
 

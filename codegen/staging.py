@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moesaic.codegen.lines import STORAGE, columns_of
+from moesaic.codegen.lines import STORAGE
 from moesaic.codegen.parameters import Parameters
 from moesaic.codegen.render import indented
-from moesaic.ir.core import Block, OpResult
+from moesaic.ir.core import Block, OpResult, columns_of
 from moesaic.ir.ops import row, slot
 from moesaic.passes.product_shape import STAGED_ROWS, ProductShape, reads_columns
 

@@ -14,12 +14,12 @@ import math as python_math
 from moesaic.codegen.epilogue import TILE_NAMES, check_target
 from moesaic.codegen.fetching import Boxes, Fetch, in_two_roles, tile_type
 from moesaic.codegen.kernel import GeneratedKernel
-from moesaic.codegen.lines import STORAGE, Line, columns_of, comment, fused_ops
+from moesaic.codegen.lines import STORAGE, Line, comment, fused_ops
 from moesaic.codegen.names import short_name
 from moesaic.codegen.parameters import Parameters
 from moesaic.codegen.render import banner, indented, render
 from moesaic.codegen.staging import Staging
-from moesaic.ir.core import BlockArgument, OpResult, Value
+from moesaic.ir.core import BlockArgument, OpResult, Value, columns_of
 from moesaic.ir.errors import InternalError, UnsupportedError
 from moesaic.ir.ops import math, slot
 from moesaic.ir.ops.launch import Kernel

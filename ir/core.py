@@ -105,6 +105,18 @@ class OpResult(Value):
         return self.op.parent
 
 
+def columns_of(value: Value) -> int:
+    """The constant length of a value's rows; 1 of a number.
+
+    Raises:
+        InternalError: the length is not constant.
+    """
+    last = value.type.shape[-1] if value.type.shape else 1
+    if not isinstance(last, int):
+        raise InternalError(f"rows without a constant length: {value.type}")
+    return last
+
+
 def as_value(value: Value | float) -> Value:
     """A value as it is, a Python number as a constant."""
     if isinstance(value, Value):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moesaic.ir.core import Function, OpResult, Value
+from moesaic.ir.core import Function, OpResult, Value, columns_of
 from moesaic.ir.ops.kernel import Ticket
 from moesaic.ir.ops.launch import Alloc, Kernel
 from moesaic.passes.clusters import MOST_BLOCKS, has_clusters
@@ -34,11 +34,7 @@ def cluster_of_finish(op: Kernel, target: str) -> int:
 
 def finish_config(op: Kernel, target: str) -> dict[str, str]:
     """The configuration of a ``col_finish`` on a target."""
-    tiles = 0
-    for partial in op.operands[: op.partials]:
-        columns = partial.type.shape[-1]
-        assert isinstance(columns, int)
-        tiles += tiles_of(columns)
+    tiles = sum(tiles_of(columns_of(partial)) for partial in op.operands[: op.partials])
     cluster = cluster_of_finish(op, target)
     threads = _THREADS["few" if tiles <= _TILES_A_BLOCK * MOST_BLOCKS else "many"]
     return {"threads": str(threads), **({"cluster": str(cluster)} if cluster else {})}

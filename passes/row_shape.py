@@ -9,7 +9,7 @@ import math as python_math
 from collections.abc import Mapping
 from typing import Protocol
 
-from moesaic.ir.core import Block, BlockArgument, Value
+from moesaic.ir.core import Block, BlockArgument, Value, columns_of
 from moesaic.ir.errors import InternalError, UnsupportedError, UsageError
 from moesaic.ir.ops import col, row
 from moesaic.ir.ops.kernel import segments_of
@@ -253,7 +253,7 @@ class _Rule:
             return self.lanes, {"tables": "dynamic" if per_token + exchanged > _SHARED_LIMIT else "static"}
         threads = self.options.threads or self._usual_threads()
         fixed = sum(4 * self.experts for o in self.columns if isinstance(o, col.Count))
-        per_warp = sum(4 * _columns(o.x) for o in self.sums)
+        per_warp = sum(4 * columns_of(o.x) for o in self.sums)
         in_shared = self._sums_in_shared()
         per_warp += WARP * 4 * self.slots // self.lanes * in_shared
         while threads > WARP and fixed + per_warp * threads // WARP + per_token * threads // self.lanes > _SHARED_LIMIT:
@@ -334,7 +334,7 @@ def _row_alignment(value: Value) -> int:
     """Of rows that a kernel before has written, one after the other; of inputs that nobody has said anything about."""
     if isinstance(value, BlockArgument) or value.type.rank != 2:
         return 16
-    return python_math.gcd(16, _columns(value) * value.type.dtype.bytes)
+    return python_math.gcd(16, columns_of(value) * value.type.dtype.bytes)
 
 
 def _width(region: Block, layouts: dict[Value, Layout]) -> int:
@@ -360,12 +360,6 @@ def _vector(experts: int, region: Block, layouts: dict[Value, Layout]) -> int:
         (vec for vec in shorter if vec * width >= 4 or vec == longest),
         key=lambda vec: -(-experts // (vec * lanes)) * vec,
     )
-
-
-def _columns(rows: Value) -> int:
-    columns = rows.type.shape[-1]
-    assert isinstance(columns, int)
-    return columns
 
 
 def exchanged_bytes(region: Block, lanes: int) -> int:

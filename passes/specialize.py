@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from moesaic.ir.core import Block, Function, Module, Value
+from moesaic.ir.core import Block, Function, Module, Value, columns_of
 from moesaic.ir.errors import UsageError, suggestion
 from moesaic.ir.ops import slot
 from moesaic.ir.ops.launch import Kernel
@@ -161,7 +161,7 @@ class Specialize(Pass):
             for v, inner in zip(op.operands[: op.reads], op.region.arguments, strict=True)
             if v.type.dtype.bytes == 2 and v.type.rank > 1 and _in_rows(op.region, inner)
         ]
-        whole = all(aligned.get(v, 16) >= 16 and _row_bytes(v) % 16 == 0 for v in read)
+        whole = all(aligned.get(v, 16) >= 16 and columns_of(v) * v.type.dtype.bytes % 16 == 0 for v in read)
         hopper = self.target == "sm_90a" and whole
         return product_shape(op.region, tile=self.tile, hopper=hopper, allow_tf32=self.allow_tf32)
 
@@ -188,9 +188,3 @@ def _in_rows(region: Block, argument: Value) -> bool:
     """Whether a kernel reads an operand in rows, rather than one number of it for each slot."""
     users = region.users(argument)
     return not users or any(not isinstance(user, slot.OfPick) for user in users)
-
-
-def _row_bytes(value: Value) -> int:
-    columns = value.type.shape[-1]
-    assert isinstance(columns, int)
-    return columns * value.type.dtype.bytes
