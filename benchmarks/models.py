@@ -48,10 +48,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from experts import Clock, print_machine
+from experts_bench import Clock
 from experts_cases import short
 from router_cases import WrongResult
-from timing import Bursts, GraphTimer, Machine, Shared, Timing, commit, in_turn, measure_machine
+from timing import Bursts, GraphTimer, Machine, Shared, Timing, in_turn, measure_machine
 from torch import Tensor
 
 import moesaic as mo
@@ -692,11 +692,10 @@ def write_json(args: argparse.Namespace, machine: Machine, bench: Bench) -> None
     """All numbers, where asked for."""
     if not args.out:
         return
-    about = {"torch": torch.__version__, "cuda": torch.version.cuda, "commit": commit()}
     asked = {"shape": asdict(SHAPES[args.shape]), "batch": args.batch, "length": args.length}
     with open(args.out, "w", encoding="utf-8") as file:
         json.dump(
-            {"machine": asdict(machine) | about, "asked": asked, "rows": [r.as_dict() for r in bench.rows]},
+            {"machine": machine.as_dict(), "asked": asked, "rows": [r.as_dict() for r in bench.rows]},
             file,
             indent=1,
         )
@@ -712,7 +711,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if hasattr(torch._dynamo.config, name):
             setattr(torch._dynamo.config, name, 1024)  # parts share their code, which counts as recompiling
     machine = measure_machine()
-    print_machine(machine)
+    machine.print()
     bench = Bench(args)
     try:
         bench.run()

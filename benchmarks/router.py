@@ -474,7 +474,7 @@ def run_timing(args: argparse.Namespace, target: Target) -> int:
             if hasattr(torch._dynamo.config, name):
                 setattr(torch._dynamo.config, name, 1024)  # the cases share their code, which counts as recompiling
     machine = measure_machine()
-    print_machine(machine)
+    machine.print()
     bench = Bench(args, machine, target)
     try:
         bench.run()
@@ -488,19 +488,12 @@ def run_timing(args: argparse.Namespace, target: Target) -> int:
     return 1 if bench.wrong else 0
 
 
-def print_machine(machine: Machine) -> None:
-    """Where the numbers are from."""
-    print(machine)
-    print(f"torch {torch.__version__}, CUDA {torch.version.cuda}, commit {commit()}", flush=True)
-
-
 def write_json(args: argparse.Namespace, machine: Machine, rows: Sequence[Row]) -> None:
     """All rows, where asked for."""
     if not args.json:
         return
-    about = {"torch": torch.__version__, "cuda": torch.version.cuda, "commit": commit()}
     with open(args.json, "w", encoding="utf-8") as file:
-        json.dump({"machine": asdict(machine) | about, "rows": [r.as_dict() for r in rows]}, file, indent=1)
+        json.dump({"machine": machine.as_dict(), "rows": [r.as_dict() for r in rows]}, file, indent=1)
 
 
 # ------------------------------------------------------------------------------------------------------- other modes
@@ -509,7 +502,7 @@ def write_json(args: argparse.Namespace, machine: Machine, rows: Sequence[Row]) 
 def run_dry(args: argparse.Namespace, target: Target) -> int:
     """Floors and bounds: of this card if there is one, else of a nominal one."""
     machine = measure_machine() if torch.cuda.is_available() else Machine()
-    print_machine(machine)
+    machine.print()
     print_header()
     rows = []
     for variant in variants(args):

@@ -10,7 +10,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -67,6 +67,15 @@ class Machine:
             f"L2 {self.l2_bytes / 2**20:.0f} MiB; {how}: copy {self.bandwidth / 1e12:.3f} TB/s read + written, "
             f"graph node {self.node_us:.2f} us"
         )
+
+    def print(self) -> None:
+        """Where the numbers are from."""
+        print(self)
+        print(f"torch {torch.__version__}, CUDA {torch.version.cuda}, commit {commit()}", flush=True)
+
+    def as_dict(self) -> dict[str, object]:
+        """The same for a file."""
+        return asdict(self) | {"torch": torch.__version__, "cuda": torch.version.cuda, "commit": commit()}
 
 
 def host_us(call: Callable[[], object], calls: int = 1000, between: int = 16) -> float:

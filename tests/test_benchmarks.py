@@ -47,14 +47,16 @@ class Counting:
 def bench(tmp_path: Path) -> Callable[..., Any]:
     """Runs sections of a small case on the emulator; gives the bench."""
     import experts
+    from experts_bench import Bench
     from experts_cases import CASES
+    from experts_options import parse_arguments
     from timing import Machine
 
     def run(*arguments: str) -> Any:
-        args = experts.parse_arguments([*arguments, "--cases", "mixtral", "--tokens", "37", "--budget", "0"])
+        args = parse_arguments([*arguments, "--cases", "mixtral", "--tokens", "37", "--budget", "0"])
         args.cases = [case.small for case in CASES if case.name == "mixtral"]
         Counting.made = 0
-        made = experts.Bench(args, Machine(), device="cpu", timers=Counting, shared=lambda: None)
+        made = Bench(args, Machine(), device="cpu", timers=Counting, shared=lambda: None)
         made.run()
         args.json = str(tmp_path / "numbers.json")
         experts.write_json(args, Machine(), made)
@@ -296,14 +298,15 @@ def test_sections_of_kernels_and_memory(bench: Callable[..., Any], capsys: pytes
 @pytest.mark.emulate
 def test_a_wrong_result_is_not_timed(bench: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     import experts
+    import experts_bench
 
-    right = experts.ours
+    right = experts_bench.ours
 
     def doubled(*arguments: Any) -> Callable[[Any], torch.Tensor]:
         run = right(*arguments)
         return lambda given: 2 * run(given)
 
-    monkeypatch.setattr(experts, "ours", doubled)
+    monkeypatch.setattr(experts_bench, "ours", doubled)
     made = bench("--rows", "--no-peers")
     assert made.wrong == 1 and experts.summarise(made) == 1
     assert all(row.cells["ours"].startswith("WRONG: d_gate_up_proj") for row in made.rows)
@@ -311,12 +314,12 @@ def test_a_wrong_result_is_not_timed(bench: Callable[..., Any], monkeypatch: pyt
 
 @pytest.mark.emulate
 def test_a_section_that_fails_leaves_the_others(bench: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    import experts
+    import experts_bench
 
     def fails(*arguments: Any) -> Any:
         raise RuntimeError("out of luck")
 
-    monkeypatch.setattr(experts, "record", fails)
+    monkeypatch.setattr(experts_bench, "record", fails)
     made = bench("--kernels", "--rows", "--no-peers")
     assert made.wrong == 1 and not made.kernels
     assert all(row.us("ours") for row in made.rows)
@@ -336,13 +339,16 @@ def test_views_without_a_gpu(arguments: list[str]) -> None:
 def test_resources(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Each kernel once, whoever launches it; spilled registers fail."""
     import experts
+    import experts_views
     from compiled import Needs
 
     from moesaic.codegen.resources import Resources
 
     spilled = [8]
     monkeypatch.setattr(
-        experts, "needs_of", lambda kernel, target: Needs(Resources(9, spilled[0]), 0, 2, 0.5, ("HMMA.16816", "EXIT"))
+        experts_views,
+        "needs_of",
+        lambda kernel, target: Needs(Resources(9, spilled[0]), 0, 2, 0.5, ("HMMA.16816", "EXIT")),
     )
     assert experts.main(["--resources", "--cases", "mixtral"]) == 1
     lines = capsys.readouterr().out.splitlines()

@@ -25,11 +25,11 @@ def _python(code: str, folder: Path, **environment: str) -> subprocess.Completed
 
 
 def test_on_a_fake_driver(tmp_path: Path) -> None:
-    """Those of ``launcher_on_fake_cuda.py``; in a process of its own, for the bindings load one driver."""
+    """Those in ``on_fake_cuda``; in a process of its own, for the bindings load one driver."""
     folder = fake_driver.build(tmp_path)
     command = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist"]
     done = subprocess.run(
-        [sys.executable, *command, "--rootdir", TESTS.parent, TESTS / "launcher_on_fake_cuda.py"],
+        [sys.executable, *command, "--rootdir", TESTS.parent, *sorted((TESTS / "on_fake_cuda").glob("[!c]*.py"))],
         cwd=TESTS.parent,
         capture_output=True,
         text=True,
