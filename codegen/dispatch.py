@@ -92,6 +92,7 @@ def generate_scatter(op: Kernel) -> GeneratedKernel:
     pointers = {name: parameters.pointer(1 + number) for number, name in enumerate(names)}
     parameters.tokens()
     parameters.rows("rows", 1 + names.index("slot_tokens"), "slots, dead ones too")
+    zeroed = parameters.zeroed()
     source = render(
         "dispatch_scatter.cu.j2",
         {
@@ -99,6 +100,7 @@ def generate_scatter(op: Kernel) -> GeneratedKernel:
             **pointers,
             **ranking.variables,
             "parameters": parameters.lines,
+            "zeroed": zeroed,
             "index": storage(op, 0),
             "indices": indices,
             "stride": stride,
@@ -137,6 +139,7 @@ def generate_at_once(op: Kernel) -> GeneratedKernel:
     pointers = {name: parameters.pointer(1 + number) for number, name in enumerate(_RESULTS)}
     parameters.tokens()
     parameters.rows("rows", 1 + _RESULTS.index("slot_tokens"), "slots, dead ones too")
+    zeroed = parameters.zeroed()
     source = render(
         "dispatch.cu.j2",
         {
@@ -144,6 +147,7 @@ def generate_at_once(op: Kernel) -> GeneratedKernel:
             **pointers,
             **ranking.variables,
             "parameters": parameters.lines,
+            "zeroed": zeroed,
             "index": storage(op, 0),
             "indices": indices,
             "stride": stride,

@@ -13,7 +13,7 @@ from moesaic.codegen.lines import STORAGE, comment, definition, fused_ops, liter
 from moesaic.codegen.parameters import Parameters, storage
 from moesaic.ir.core import Block, BlockArgument, Constant, Op, Value
 from moesaic.ir.errors import InternalError
-from moesaic.ir.ops import math
+from moesaic.ir.ops import math, slot
 from moesaic.ir.ops.launch import Kernel
 from moesaic.ir.types import DType
 from moesaic.passes.row_layout import operands_read
@@ -41,7 +41,7 @@ class Region:
         self.arrays: set[Value] = set()
         self.pointers: dict[Value, tuple[str, str]] = {}
         self._rounded: dict[Value, Value] = {
-            inner.results[0]: inner.operands[0] for inner in self.body.ops if self._is_store_cast(inner)
+            inner.results[0]: inner.operands[0] for inner in self.body.ops if is_store_cast(self.body, inner)
         }
 
     def add_pointers(self, values: Iterable[Value]) -> None:
@@ -69,14 +69,6 @@ class Region:
         index = self.body.arguments.index(value)
         known = self.parameters.alignment[index] if index < len(self.parameters.alignment) else 16
         return max(self.op.operands[index].type.dtype.bytes, min(known, aligned_rows(self.op, index)))
-
-    def _is_store_cast(self, op: Op) -> bool:
-        """A rounding whose only reader is the store, which converts."""
-        if not isinstance(op, math.Cast) or op.y.type.dtype not in _ROUNDED or isinstance(op.x, Constant):
-            return False
-        if register(op.x) != "float" or isinstance(op.x, BlockArgument):
-            return False
-        return all(user is self.body.terminator for user in self.body.users(op.y))
 
     def name(self, value: Value) -> str:
         return self.parameters.of(value)
@@ -119,6 +111,21 @@ class Region:
 
     def storage(self, value: Value) -> str:
         return STORAGE[value.type.dtype]
+
+
+def is_store_cast(body: Block, op: Op) -> bool:
+    """Whether an op is a rounding whose only reader is the store, which converts: two numbers at a time, where the rounding
+    would take one."""
+    if not isinstance(op, math.Cast) or op.y.type.dtype not in _ROUNDED or isinstance(op.x, Constant | BlockArgument):
+        return False
+    if register(op.x) != "float":
+        return False
+
+    def is_stored(value: Value) -> bool:
+        users = body.users(value)
+        return all(u is body.terminator or (isinstance(u, slot.Join) and is_stored(u.y)) for u in users)
+
+    return is_stored(op.y)
 
 
 def aligned_rows(op: Kernel, index: int) -> int:

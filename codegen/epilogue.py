@@ -12,6 +12,7 @@ from __future__ import annotations
 import math as python_math
 from collections.abc import Callable, Sequence
 
+from moesaic.codegen.elementwise import is_store_cast
 from moesaic.codegen.lines import STORAGE, comment, literal, register
 from moesaic.codegen.names import short_name
 from moesaic.codegen.parameters import Parameters
@@ -126,6 +127,8 @@ class Epilogue:
             return [self.parts(value.op.x)[value.index]]
         if isinstance(value, OpResult) and isinstance(value.op, slot.Join):
             return [self.parts(value.op.gate)[0], self.parts(value.op.up)[0]]
+        if isinstance(value, OpResult) and self._converted_by_store(value.op):
+            return self.parts(value.op.operands[0])
         if self.is_row(value) or value.type.rank == 0:
             return [f"{self.name(value)}[i]" if self.ahead else self.name(value)]
         loaded = self._is_loaded(value)
@@ -137,6 +140,9 @@ class Epilogue:
         return isinstance(value, BlockArgument) or (
             isinstance(value, OpResult) and isinstance(value.op, slot.ExpertRows | slot.Gather)
         )
+
+    def _converted_by_store(self, op: Op) -> bool:
+        return is_store_cast(self.region, op) and not self.is_row(op.results[0])
 
     # ----------------------------------------------------------------------------------------------------- emission
 
@@ -308,6 +314,8 @@ class Epilogue:
 
     def _elementwise(self, op: math.Elementwise) -> None:
         value = op.results[0]
+        if self._converted_by_store(op):
+            return
         operands = [self.parts(v) for v in op.operands]
         if self.is_row(value) or value.type.rank == 0:
             if any(isinstance(v, OpResult) and isinstance(v.op, row.Sum) for v in op.operands):

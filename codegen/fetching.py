@@ -61,27 +61,75 @@ def tile_type(shape: ProductShape, left: Fetch, right: Fetch, staged: bool) -> s
     return f"moesaic::{shape.tile}<{', '.join(['Element', 'Shape', *ways])}>"
 
 
-def in_two_roles(number: str, items: str, fetch: Sequence[str], multiply: Sequence[str], staged: bool) -> list[str]:
-    """A kernel's body: both roles go over the same items, a pair of blocks having one at a time.
+@dataclass(frozen=True)
+class InTurn:
+    """Every block, or pair, has each so many-th item; its lines know an item's number `n`.
 
-    `number` is the type of an item's number, `items` how many there are: what takes registers through all of a product.
+    Attributes:
+        number: the type of `n`.
+        count: how many items there are.
     """
+
+    number: str
+    count: str
+
+    def setup(self) -> list[str]:
+        return []
+
+    def loop(self, lines: Sequence[str], fetches: bool) -> list[str]:
+        begin = f"for ({self.number} n = blockIdx.x / Tile::kPair; n < {self.count}; n += gridDim.x / Tile::kPair) {{"
+        return [begin, *indented(lines, 2), "}"]
+
+
+@dataclass(frozen=True)
+class Queued:
+    """Whoever asks the copy engine finds what is next, and tells the others (``items.cuh``); lines know it as `next`.
+
+    Attributes:
+        find: the QueuedItem of number `n`.
+        count: how many items there are.
+        counter: the pointer to where items taken are counted; empty where blocks have them in turn.
+    """
+
+    find: str
+    count: str
+    counter: str
+
+    def setup(self) -> list[str]:
+        counted = "true" if self.counter else "false"
+        return [
+            f"moesaic::ItemQueue<Tile::kPair, kThreads / 32, /*kCounted=*/{counted}> queue({self.counter or 'nullptr'});"
+        ]
+
+    def loop(self, lines: Sequence[str], fetches: bool) -> list[str]:
+        loop = "for (auto next = queue.next(); next.is_one(); next = queue.next()) {"
+        if not fetches:
+            return [loop, *indented(lines, 2), "}"]
+        return [
+            f"const auto find = [&](int n) {{ return {self.find}; }};",
+            "if (Tile::asks()) queue.tell(find);",
+            loop,
+            "  if (Tile::asks()) queue.tell(find);  // what comes after it",
+            *indented(lines, 2),
+            "}",
+            *([f"if (Tile::asks()) queue.finish({self.count});"] if self.counter else []),
+        ]
+
+
+def in_two_roles(items: InTurn | Queued, fetch: Sequence[str], multiply: Sequence[str], staged: bool) -> list[str]:
+    """A kernel's body: both roles go over the same items, a pair of blocks having one at a time."""
     begin, end = (["  Staged staged(tile.staged());"], ["  staged.finish();"]) if staged else ([], [])
-    loop = f"for ({number} n = blockIdx.x / Tile::kPair; n < {items}; n += gridDim.x / Tile::kPair) {{"
     return [
+        *items.setup(),
         "Tile tile(shared);",
         "",
         "if (Tile::fetches()) {",
         "  moesaic::give_registers<Tile::kFetchRegisters>();",
-        f"  {loop}",
-        *indented(fetch, 4),
-        "  }",
+        *indented(items.loop(fetch, fetches=True), 2),
         "} else {",
         "  moesaic::take_registers<Tile::kWorkRegisters>();",
         *begin,
-        f"  {loop}",
-        *indented(multiply, 4),
-        "  }",
+        *indented(items.loop(multiply, fetches=False), 2),
         *end,
         "}",
         "tile.finish();",

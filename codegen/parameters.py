@@ -98,6 +98,23 @@ class Parameters(Names):
         """T."""
         return self._ask("tokens", -1, "tokens", "long long ", "", keep=True)
 
+    def counter(self) -> str:
+        """The address of the count of items that blocks have taken; empty where they have them in turn."""
+        index = self.op.counter
+        return "" if index is None else self._ask("pointer", index, "items_taken", "int* __restrict__ ", "0 at first")
+
+    def zeroed(self) -> list[str]:
+        """Lines that set the counters of later kernels to 0."""
+        first = len(self.op.operands) - self.op.zeroes
+        pointers = [
+            self._ask("pointer", index, "items_of_later", "int* __restrict__ ", "a later kernel's count")
+            for index in range(first, len(self.op.operands))
+        ]
+        if not pointers:
+            return []
+        stores = [f"  moesaic::store_one({pointer}, 0);" for pointer in pointers]
+        return ["if (blockIdx.x == 0 && threadIdx.x == 0) {", *stores, "}"]
+
     def _base(self, index: int) -> str:
         """What an operand is called: outside, or inside of the region."""
         read = index < self.op.reads

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math as python_math
 
 from moesaic.codegen.epilogue import TILE_NAMES, Epilogue, check_target
-from moesaic.codegen.fetching import Boxes, Fetch, box_rows, in_two_roles, tile_type
+from moesaic.codegen.fetching import Boxes, Fetch, InTurn, Queued, box_rows, in_two_roles, tile_type
 from moesaic.codegen.kernel import GeneratedKernel
 from moesaic.codegen.lines import STORAGE, Line, comment, fused_ops
 from moesaic.codegen.parameters import Parameters
@@ -76,7 +76,11 @@ class _Emitter:
             {
                 "banner": banner(self.op, self._title()),
                 "symbol": self.op.symbol,
-                "headers": [self.shape.header, "epilogue.cuh", "experts.cuh"],
+                "headers": [
+                    self.shape.header,
+                    "epilogue.cuh",
+                    "items.cuh" if self.shape.fetches and self.grouped else "experts.cuh",
+                ],
                 "bounds": self.shape.bounds,
                 "cluster": self.pair,
                 "constants": self._constants(),
@@ -190,10 +194,9 @@ class _Emitter:
     # --------------------------------------------------------------------------------------------------------- body
 
     def _body(self) -> list[str]:
-        lines = ["MOESAIC_DYNAMIC_SHARED(unsigned char, shared);"]
+        lines = [*self.parameters.zeroed(), "MOESAIC_DYNAMIC_SHARED(unsigned char, shared);"]
         if self.shape.fetches:
-            number, items = ("int", "first_item[kExperts]") if self.grouped else ("long long", "items")
-            roles = in_two_roles(number, items, self._fetch(), self._multiply(), self.staging is not None)
+            roles = in_two_roles(self._order(), self._fetch(), self._multiply(), self.staging is not None)
             return [*lines, *self._items(), *roles]
         if isinstance(self.product, slot.GroupedLinear):
             counts = self.parameters.pointer(self.parameters.index(self.product.counts))
@@ -226,12 +229,12 @@ class _Emitter:
             ]
         lines += ["", *self._left_lines(), *self._right_lines(), "", "Tile tile;"]
         epilogue, before = self._region()
-        lines += [self._cleared(epilogue), f"tile.multiply(left, right, kDepth, {self._extents()}, shared);", ""]
+        lines += [
+            f"tile.clear();  // {comment(self.product, epilogue.name)}",
+            f"tile.multiply(left, right, kDepth, {self._extents()}, shared);",
+            "",
+        ]
         return [*lines, *before, *self._epilogue(epilogue)]
-
-    def _cleared(self, epilogue: Epilogue) -> str:
-        """The line that starts the product, with its op."""
-        return f"tile.clear();  // {comment(self.product, epilogue.name)}"
 
     def _extents(self) -> str:
         """How many rows and columns there are in a tile, for what is fetched line by line."""
@@ -272,6 +275,19 @@ class _Emitter:
             "});",
         ]
 
+    def _order(self) -> InTurn | Queued:
+        """In which order blocks take items."""
+        if not self.grouped:
+            return InTurn("long long", "items")
+        if self.shape.pingpong:  # a warpgroup finds its next tile while the other one multiplies
+            return InTurn("int", "first_item[kExperts]")
+        return Queued(self._found(), "first_item[kExperts]", self.parameters.counter())
+
+    def _found(self) -> str:
+        """Where item `n` lies."""
+        counts, offsets = self._counts_and_offsets()
+        return f"moesaic::find_item<kExperts>(n, first_item, {counts}, {offsets})"
+
     def _row_tiles(self, rows: str) -> str:
         """How many tiles of an expert lie below each other."""
         if self.shape.swapped:
@@ -287,30 +303,28 @@ class _Emitter:
                 f"const long long rows = item.idle ? 0 : {self.parameters.tokens()} - first_token;",
                 "const int first_column = item.column_tile * kTileColumns;",
             ]
-        counts, offsets = self._counts_and_offsets()
         if self.shape.swapped:
             tiles = [
-                "const auto tiles = moesaic::even_tiles<kTileRows, Tile::kPair>(count);",
+                "const auto tiles = moesaic::even_tiles<kTileRows, Tile::kPair>(next.rows);",
                 "const int row_tiles = tiles.count;",
             ]
             rows = [
                 "const int first_row = static_cast<int>(item.row_tile) * tiles.rows;",
-                "const int rows = item.idle ? 0 : moesaic::smaller(tiles.rows, count - first_row);",
+                "const int rows = item.idle ? 0 : moesaic::smaller(tiles.rows, next.rows - first_row);",
             ]
         else:
-            tiles = [f"const int row_tiles = {self._row_tiles('count')};"]
+            tiles = [f"const int row_tiles = {self._row_tiles('next.rows')};"]
             rows = [
                 "const int first_row = static_cast<int>(item.row_tile) * kTileRows;",
-                "const int rows = item.idle ? 0 : count - first_row;  // of the expert that are left",
+                "const int rows = item.idle ? 0 : next.rows - first_row;  // of the expert that are left",
             ]
         return [
-            "const int expert = moesaic::expert_of_tile<kExperts>(first_item, n);",
-            f"const int count = moesaic::load_one({counts} + expert);",
+            *([f"const auto next = {self._found()};"] if self.shape.pingpong else []),
+            "const int expert = next.expert;",
             *tiles,
-            "const auto item =",
-            "    moesaic::item_of<Tile::kPair>(n - first_item[expert], Tile::rank(), row_tiles, kColumnTiles);",
+            "const auto item = moesaic::item_of<Tile::kPair>(next.number, Tile::rank(), row_tiles, kColumnTiles);",
             *rows,
-            f"const int first_slot = moesaic::load_one({offsets} + expert) + first_row;",
+            "const int first_slot = next.first_slot + first_row;",
             "const int first_column = item.column_tile * kTileColumns;",
         ]
 
@@ -329,7 +343,7 @@ class _Emitter:
     def _multiply(self) -> list[str]:
         epilogue, before = self._region()
         passes = ["if (tile.passes(kDepth)) continue;  // the other warpgroup's"] if self.shape.pingpong else []
-        product = [self._cleared(epilogue), "tile.multiply(kDepth, rows);"]
+        product = [f"tile.multiply(kDepth, rows);  // {comment(self.product, epilogue.name)}"]
         return [*passes, *self._place(), "", *before, *product, "", *self._epilogue(epilogue)]
 
     # ------------------------------------------------------------------------------------------------ operands

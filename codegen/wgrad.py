@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math as python_math
 
+from moesaic.codegen.elementwise import is_store_cast
 from moesaic.codegen.epilogue import TILE_NAMES, check_target
-from moesaic.codegen.fetching import Boxes, Fetch, in_two_roles, tile_type
+from moesaic.codegen.fetching import Boxes, Fetch, InTurn, Queued, in_two_roles, tile_type
 from moesaic.codegen.kernel import GeneratedKernel
 from moesaic.codegen.lines import STORAGE, Line, comment, fused_ops
 from moesaic.codegen.names import short_name
@@ -73,7 +74,12 @@ class _Emitter:
             {
                 "banner": banner(self.op, "the gradient of a weight: sums over rows of outer products"),
                 "symbol": self.op.symbol,
-                "headers": [self.shape.header, "epilogue.cuh", *(["parts.cuh"] if self.parts else [])],
+                "headers": [
+                    self.shape.header,
+                    "epilogue.cuh",
+                    *(["items.cuh"] if self.shape.fetches and self.grouped else []),
+                    *(["parts.cuh"] if self.parts else []),
+                ],
                 "bounds": self.shape.bounds,
                 "cluster": self.pair,
                 "constants": self._constants(),
@@ -137,9 +143,9 @@ class _Emitter:
     # --------------------------------------------------------------------------------------------------------- body
 
     def _body(self) -> list[str]:
-        lines = ["MOESAIC_DYNAMIC_SHARED(unsigned char, shared);"]
+        lines = [*self.parameters.zeroed(), "MOESAIC_DYNAMIC_SHARED(unsigned char, shared);"]
         if self.shape.fetches:
-            roles = in_two_roles("long long", "items", self._fetch(), self._multiply(), self.staging is not None)
+            roles = in_two_roles(self._order(), self._fetch(), self._multiply(), self.staging is not None)
             return [*lines, *self._items(), *roles]
         tile = ["const int rest = static_cast<int>(n % (kRowTiles * kColumnTiles));"]
         tile += [
@@ -179,9 +185,7 @@ class _Emitter:
                 f"const int slots = static_cast<int>({self.parameters.tokens()});",
                 "const long long first_slot = 0;",
             ]
-        counts, offsets = (
-            self.parameters.pointer(self.parameters.index(v)) for v in (self.wgrad.counts, self.wgrad.offsets)
-        )
+        counts, offsets = self._counts_and_offsets()
         return [
             f"const int expert = static_cast<int>({expert});",
             f"const int slots = moesaic::load_one({counts} + expert);",
@@ -196,18 +200,46 @@ class _Emitter:
         return [
             f"constexpr int kRowItems = (kRowTiles + {rows} - 1) / {rows};",
             f"constexpr int kColumnItems = (kColumnTiles + {columns} - 1) / {columns};",
-            f"constexpr long long items = static_cast<long long>({self.matrices}) * kRowItems * kColumnItems;",
+            "constexpr int kItems = kRowItems * kColumnItems;  // of each matrix",
+            *(
+                []
+                if self.grouped
+                else [f"constexpr long long items = static_cast<long long>({self.matrices}) * kItems;"]
+            ),
         ]
+
+    def _order(self) -> InTurn | Queued:
+        """In which order blocks take items."""
+        if not self.grouped:
+            return InTurn("long long", "items")
+        if self.shape.pingpong:  # a warpgroup finds its next tile while the other one multiplies
+            return InTurn("int", "kExperts * kItems")
+        return Queued(self._found(), "kExperts * kItems", self.parameters.counter())
+
+    def _found(self) -> str:
+        """Where item `n` lies."""
+        return "moesaic::find_item<kExperts, kItems>(n, {}, {})".format(*self._counts_and_offsets())
+
+    def _counts_and_offsets(self) -> tuple[str, str]:
+        assert isinstance(self.wgrad, slot.GroupedWgrad)
+        counts, offsets = (
+            self.parameters.pointer(self.parameters.index(v)) for v in (self.wgrad.counts, self.wgrad.offsets)
+        )
+        return counts, offsets
 
     def _place(self) -> list[str]:
         of_row, of_column = (
             " * Tile::kPair + Tile::rank()" if how is Fetch.SHARED else "" for how in (self.fetched[1], self.fetched[0])
         )
+        found = [f"const auto next = {self._found()};"] if self.grouped and self.shape.pingpong else []
+        queued = ["const int expert = next.expert;", "const int slots = next.rows;"]
+        queued.append("const long long first_slot = next.first_slot;")
         return [
-            "const int rest = static_cast<int>(n % (kRowItems * kColumnItems));",
+            *found,
+            f"const int rest = {'next.number' if self.grouped else 'static_cast<int>(n % kItems)'};",
             f"const int first_row = (rest / kColumnItems{of_row}) * kTileRows;",
             f"const int first_column = (rest % kColumnItems{of_column}) * kTileColumns;",
-            *self._slots("n / (kRowItems * kColumnItems)"),
+            *(queued if self.grouped else self._slots("n / kItems")),
         ]
 
     def _fetch(self) -> list[str]:
@@ -235,8 +267,7 @@ class _Emitter:
             *passes,
             "",
             "const int rows = first_column < kColumns ? kRows - first_row : 0;",
-            f"tile.clear();  // {comment(self.wgrad, self._name)}",
-            "tile.multiply(slots, rows);",
+            f"tile.multiply(slots, rows);  // {comment(self.wgrad, self._name)}",
             "",
             *self._store(),
             *self._bias(),
@@ -373,7 +404,8 @@ class _Emitter:
             if isinstance(user, slot.Accumulate):
                 onto = user.main
             elif isinstance(user, math.Elementwise) and len(user.operands) == 1:
-                expression = user.cuda_expression(expression)
+                if not is_store_cast(self.region, user):
+                    expression = user.cuda_expression(expression)
             else:
                 raise UnsupportedError(f"{user.name} has no form after the gradient of a weight")
             value = user.results[0]

@@ -19,6 +19,7 @@ from moesaic.ir.core import Block, Function, Module, Value, columns_of
 from moesaic.ir.errors import UsageError, suggestion
 from moesaic.ir.ops import slot
 from moesaic.ir.ops.launch import Kernel
+from moesaic.passes.count_items import count_items
 from moesaic.passes.dispatch_shape import dispatch_config
 from moesaic.passes.finish_in_cluster import drop_tickets, finish_config
 from moesaic.passes.manager import Pass, PassContext
@@ -98,6 +99,7 @@ class Specialize(Pass):
             for op in function.body.ops:
                 if isinstance(op, Kernel):
                     self.configure(op, aligned, points.get(op.symbol, {}))
+            count_items(function)
         return True
 
     def rewrite(self, function: Function, aligned: Mapping[Value, int]) -> None:

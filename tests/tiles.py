@@ -316,7 +316,6 @@ __device__ __forceinline__ void products(const T* a, const T* b, Operand left, O
       if (tile.passes(depth)) continue;
       const Place at = place_of(i);
       const int m0 = at.row * kM, n0 = at.column * kN;
-      tile.clear();
       tile.multiply(depth, at.idle ? 0 : m - m0);
       if (!at.idle) store_tile<Shape>(tile, result, at.row * tile_columns + at.column, m0, n0, shared);
     }

@@ -44,6 +44,10 @@ class Kernel(Op):
     reads = core.integer("how many of the operands are read; the rest are written", minimum=0)
     blocks = core.string("symbol that stands for the number of blocks", default="")
     partials = core.integer("how many operands are partial rows of sums: the first", minimum=0, default=0)
+    counted = core.boolean("whether blocks count the items they take, in an operand after the results", default=False)
+    zeroes = core.integer(
+        "how many operands, the last, are such counts of later kernels, set to 0", minimum=0, default=0
+    )
     facts = core.strings("what does not follow from the region, as name=value", default=())
     config = core.strings("configuration chosen by `specialize`, as name=value", default=())
 
@@ -53,16 +57,27 @@ class Kernel(Op):
             self.fail(f"there is no op kernel.{self.template}{near}, so no template of that name")
         if self.reads > len(self.operands):
             self.fail(f"reads {self.reads} of {len(self.operands)} operands")
+        results = len(self.operands) - self.reads - self.counted - self.zeroes
+        if results < 0:
+            self.fail(
+                f"{self.counted + self.zeroes} counts of items after {self.reads} of {len(self.operands)} operands"
+            )
         if self.region is not None and not self.region.arguments and self.template.startswith("dispatch"):
             return
         if self.region is None or len(self.region.arguments) != self.reads:
             self.fail(f"the region must have one argument for each of the {self.reads} operands read")
-        if len(self.region.terminator.operands) != len(self.operands) - self.reads:
-            self.fail(f"the region must yield one value for each of the {len(self.operands) - self.reads} written")
+        if len(self.region.terminator.operands) != results:
+            self.fail(f"the region must yield one value for each of the {results} written")
 
     @property
     def written(self) -> list[core.Value]:
+        """What it writes: results, then counts of items."""
         return self.operands[self.reads :]
+
+    @property
+    def counter(self) -> int | None:
+        """The number of the operand in which blocks count the items that they take."""
+        return len(self.operands) - self.zeroes - 1 if self.counted else None
 
     @property
     def known(self) -> dict[str, str]:

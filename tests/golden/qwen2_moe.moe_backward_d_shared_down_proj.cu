@@ -36,13 +36,14 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
   MOESAIC_DYNAMIC_SHARED(unsigned char, shared);
   constexpr int kRowItems = (kRowTiles + Tile::kPair - 1) / Tile::kPair;
   constexpr int kColumnItems = (kColumnTiles + 1 - 1) / 1;
-  constexpr long long items = static_cast<long long>(kExperts) * kRowItems * kColumnItems;
+  constexpr int kItems = kRowItems * kColumnItems;  // of each matrix
+  constexpr long long items = static_cast<long long>(kExperts) * kItems;
   Tile tile(shared);
 
   if (Tile::fetches()) {
     moesaic::give_registers<Tile::kFetchRegisters>();
     for (long long n = blockIdx.x / Tile::kPair; n < items; n += gridDim.x / Tile::kPair) {
-      const int rest = static_cast<int>(n % (kRowItems * kColumnItems));
+      const int rest = static_cast<int>(n % kItems);
       const int first_row = (rest / kColumnItems * Tile::kPair + Tile::rank()) * kTileRows;
       const int first_column = (rest % kColumnItems) * kTileColumns;
       const int expert = 0;
@@ -57,7 +58,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
     moesaic::take_registers<Tile::kWorkRegisters>();
     Staged staged(tile.staged());
     for (long long n = blockIdx.x / Tile::kPair; n < items; n += gridDim.x / Tile::kPair) {
-      const int rest = static_cast<int>(n % (kRowItems * kColumnItems));
+      const int rest = static_cast<int>(n % kItems);
       const int first_row = (rest / kColumnItems * Tile::kPair + Tile::rank()) * kTileRows;
       const int first_column = (rest % kColumnItems) * kTileColumns;
       const int expert = 0;
@@ -65,8 +66,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
       const long long first_slot = 0;
 
       const int rows = first_column < kColumns ? kRows - first_row : 0;
-      tile.clear();  // %wgrad = slot.wgrad %d_hidden, %x
-      tile.multiply(slots, rows);
+      tile.multiply(slots, rows);  // %wgrad = slot.wgrad %d_hidden, %x
 
 #pragma unroll
       for (int b = 0; b < Tile::kBlocks; ++b) {
@@ -86,7 +86,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
               const int j = c / 8 + w;
               float values[2];
 #pragma unroll
-              for (int v = 0; v < 2; ++v) values[v] = moesaic::round_to<__nv_bfloat16>(tile.values[0][i][j][v]);
+              for (int v = 0; v < 2; ++v) values[v] = tile.values[0][i][j][v];
               staged.put(0, r, w, values);
             }
           }

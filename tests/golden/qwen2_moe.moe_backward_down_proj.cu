@@ -5,7 +5,7 @@
 
 #include "moesaic/tile_wgmma.cuh"
 #include "moesaic/epilogue.cuh"
-#include "moesaic/experts.cuh"
+#include "moesaic/items.cuh"
 
 namespace {
 
@@ -52,14 +52,13 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
   if (Tile::fetches()) {
     moesaic::give_registers<Tile::kFetchRegisters>();
     for (int n = blockIdx.x / Tile::kPair; n < first_item[kExperts]; n += gridDim.x / Tile::kPair) {
-      const int expert = moesaic::expert_of_tile<kExperts>(first_item, n);
-      const int count = moesaic::load_one(counts_ptr + expert);
-      const int row_tiles = (count + kTileRows - 1) / kTileRows;
-      const auto item =
-          moesaic::item_of<Tile::kPair>(n - first_item[expert], Tile::rank(), row_tiles, kColumnTiles);
+      const auto next = moesaic::find_item<kExperts>(n, first_item, counts_ptr, saved_offsets_ptr);
+      const int expert = next.expert;
+      const int row_tiles = (next.rows + kTileRows - 1) / kTileRows;
+      const auto item = moesaic::item_of<Tile::kPair>(next.number, Tile::rank(), row_tiles, kColumnTiles);
       const int first_row = static_cast<int>(item.row_tile) * kTileRows;
-      const int rows = item.idle ? 0 : count - first_row;  // of the expert that are left
-      const int first_slot = moesaic::load_one(saved_offsets_ptr + expert) + first_row;
+      const int rows = item.idle ? 0 : next.rows - first_row;  // of the expert that are left
+      const int first_slot = next.first_slot + first_row;
       const int first_column = item.column_tile * kTileColumns;
 
       const auto left = [&](int r) -> const Element* { return d_hidden_ptr + static_cast<long long>(moesaic::load_one(saved_tokens_ptr + first_slot + r)) * d_hidden_stride; };
@@ -70,14 +69,13 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
     moesaic::take_registers<Tile::kWorkRegisters>();
     for (int n = blockIdx.x / Tile::kPair; n < first_item[kExperts]; n += gridDim.x / Tile::kPair) {
       if (tile.passes(kDepth)) continue;  // the other warpgroup's
-      const int expert = moesaic::expert_of_tile<kExperts>(first_item, n);
-      const int count = moesaic::load_one(counts_ptr + expert);
-      const int row_tiles = (count + kTileRows - 1) / kTileRows;
-      const auto item =
-          moesaic::item_of<Tile::kPair>(n - first_item[expert], Tile::rank(), row_tiles, kColumnTiles);
+      const auto next = moesaic::find_item<kExperts>(n, first_item, counts_ptr, saved_offsets_ptr);
+      const int expert = next.expert;
+      const int row_tiles = (next.rows + kTileRows - 1) / kTileRows;
+      const auto item = moesaic::item_of<Tile::kPair>(next.number, Tile::rank(), row_tiles, kColumnTiles);
       const int first_row = static_cast<int>(item.row_tile) * kTileRows;
-      const int rows = item.idle ? 0 : count - first_row;  // of the expert that are left
-      const int first_slot = moesaic::load_one(saved_offsets_ptr + expert) + first_row;
+      const int rows = item.idle ? 0 : next.rows - first_row;  // of the expert that are left
+      const int first_slot = next.first_slot + first_row;
       const int first_column = item.column_tile * kTileColumns;
 
       float of_pick[Tile::kOwnRows];
@@ -89,8 +87,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
         of_pick[i] = moesaic::to_float(moesaic::load_one(saved_picked_scores_ptr + static_cast<long long>(pick / 4) * saved_picked_scores_stride + pick % 4));  // %of_pick = slot.of_pick %saved_picked_scores, %saved_picks, %saved_slots
       }
 
-      tile.clear();  // %grouped_linear = slot.grouped_linear %gathered, %down_proj, %counts, %saved_offsets {transposed = true}
-      tile.multiply(kDepth, rows);
+      tile.multiply(kDepth, rows);  // %grouped_linear = slot.grouped_linear %gathered, %down_proj, %counts, %saved_offsets {transposed = true}
 
       constexpr int kVector = 8;
       float total[2][Tile::kOwnRows] = {};
@@ -126,7 +123,6 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
             const float product2 = tile.values[0][i][j][v] * activated;  // %product2 = math.mul %grouped_linear, %activated
             total[j / (Tile::kOwnVectors / 2)][i] += product2;  // %total = row.sum %product2
             const float product3 = product * of_pick[i];  // %product3 = math.mul %product, %of_pick
-            const float rounded2 = moesaic::round_to<__nv_bfloat16>(product3);  // %rounded2 = math.cast %product3 {dtype = bf16}
             const float d_activated = tile.values[0][i][j][v] * of_pick[i];  // %d_activated = math.mul %grouped_linear, %of_pick
             const float product4 = d_activated * rounded_up;  // %product4 = math.mul %d_activated, %up
             const float sigmoid = moesaic::sigmoid(rounded_gate);  // %sigmoid = math.sigmoid %gate
@@ -135,11 +131,9 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
             const float sum = sigmoid + product5;  // %sum = math.add %sigmoid, %product5
             const float d_gate = product4 * sum;  // %d_gate = math.mul %product4, %sum
             const float d_up = d_activated * silu;  // %d_up = math.mul %d_activated, %silu
-            const float rounded3_gate = moesaic::round_to<__nv_bfloat16>(d_gate);  // %rounded3 = math.cast %d_h {dtype = bf16}
-            const float rounded3_up = moesaic::round_to<__nv_bfloat16>(d_up);
-            rounded2_out[v] = rounded2;
-            rounded3_out_gate[v] = rounded3_gate;
-            rounded3_out_up[v] = rounded3_up;
+            rounded2_out[v] = product3;
+            rounded3_out_gate[v] = d_gate;
+            rounded3_out_up[v] = d_up;
           }
           moesaic::store_columns<kVector, 16, true>(out_row + column, kColumns - column, rounded2_out);
           moesaic::store_halves<kVector, 16, true, kColumns, false>(out_ptr2_row, column, rounded3_out_gate, rounded3_out_up);

@@ -84,8 +84,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) moe_backward_gate_weig
           const float rounded4 = static_cast<float>(x4[v]);  // %rounded4 = math.cast %x4 {dtype = f32}
           const float sum3 = sum2 + rounded4;  // %sum3 = math.add %sum2, %rounded4
           const float sum4 = sum3 + tile.values[0][i][j][v];  // %sum4 = math.add %sum3, %linear
-          const float d_x = moesaic::round_to<__nv_bfloat16>(sum4);  // %d_x = math.cast %sum4 {dtype = bf16}
-          d_x_out[v] = d_x;
+          d_x_out[v] = sum4;
         }
         moesaic::store_columns<kVector, 4, true>(d_x_row + column, kColumns - column, d_x_out);
       }

@@ -60,8 +60,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) moe_backward_shared_ga
         float rounded_out[kVector];
 #pragma unroll
         for (int v = 0; v < kVector; ++v) {
-          const float rounded = moesaic::round_to<__nv_bfloat16>(tile.values[0][i][j][v]);  // %rounded = math.cast %linear {dtype = bf16}
-          rounded_out[v] = rounded;
+          rounded_out[v] = tile.values[0][i][j][v];
         }
         moesaic::store_columns<kVector, 4, true>(out_row + column, kColumns - column, rounded_out);
       }

@@ -58,8 +58,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
       const long long rows = item.idle ? 0 : tokens - first_token;
       const int first_column = item.column_tile * kTileColumns;
 
-      tile.clear();  // %linear = slot.linear %x, %shared_gate_proj {transposed = true}
-      tile.multiply(kDepth, rows);
+      tile.multiply(kDepth, rows);  // %linear = slot.linear %x, %shared_gate_proj {transposed = true}
 
       constexpr int kVector = 2;
 #pragma unroll
@@ -83,8 +82,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
               float rounded_out[kVector];
 #pragma unroll
               for (int v = 0; v < kVector; ++v) {
-                const float rounded = moesaic::round_to<__nv_bfloat16>(tile.values[0][i][j][v]);  // %rounded = math.cast %linear {dtype = bf16}
-                rounded_out[v] = rounded;
+                rounded_out[v] = tile.values[0][i][j][v];
               }
               staged.put(0, r, w, rounded_out);
             }

@@ -41,8 +41,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) moe_backward_slot_rows(
         const float difference = 1.0f - sigmoid;  // %difference = math.sub 1.0, %sigmoid
         const float product = sigmoid * difference;  // %product = math.mul %sigmoid, %difference
         const float d_shared_logit = x * product;  // %d_shared_logit = math.mul %x, %product
-        const float rounded = moesaic::round_to<__nv_bfloat16>(d_shared_logit);  // %rounded = math.cast %d_shared_logit {dtype = bf16}
-        rounded_out[v] = rounded;
+        rounded_out[v] = d_shared_logit;
       }
       moesaic::store_columns<kVector, 2, true>(out_row + column, kColumns - column, rounded_out);
     }

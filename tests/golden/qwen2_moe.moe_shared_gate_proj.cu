@@ -60,8 +60,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
       const long long rows = item.idle ? 0 : tokens - first_token;
       const int first_column = item.column_tile * kTileColumns;
 
-      tile.clear();  // %shared_h_gate = slot.linear %x, %shared_gate_proj {transposed = false}
-      tile.multiply(kDepth, rows);
+      tile.multiply(kDepth, rows);  // %shared_h_gate = slot.linear %x, %shared_gate_proj {transposed = false}
 
       constexpr int kVector = 2;
 #pragma unroll
@@ -88,9 +87,8 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
               for (int v = 0; v < kVector; ++v) {
                 const float rounded = moesaic::round_to<__nv_bfloat16>(tile.values[0][i][j][v]);  // %rounded = math.cast %shared_h_gate {dtype = bf16}
                 const float rounded2 = static_cast<float>(rounded);  // %rounded2 = math.cast %rounded {dtype = f32}
-                const float saved_shared_h_gate = moesaic::round_to<__nv_bfloat16>(rounded2);  // %saved_shared_h_gate = math.cast %rounded2 {dtype = bf16}
                 rounded_out[v] = rounded;
-                saved_shared_h_gate_out[v] = saved_shared_h_gate;
+                saved_shared_h_gate_out[v] = rounded2;
               }
               staged.put(0, r, w, rounded_out);
               staged.put(1, r, w, saved_shared_h_gate_out);

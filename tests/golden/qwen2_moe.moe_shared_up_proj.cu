@@ -58,8 +58,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
       const long long rows = item.idle ? 0 : tokens - first_token;
       const int first_column = item.column_tile * kTileColumns;
 
-      tile.clear();  // %shared_h_up = slot.linear %x2, %shared_up_proj {transposed = false}
-      tile.multiply(kDepth, rows);
+      tile.multiply(kDepth, rows);  // %shared_h_up = slot.linear %x2, %shared_up_proj {transposed = false}
 
       constexpr int kVector = 8;
 #pragma unroll
@@ -86,13 +85,11 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
           float shared_activated_out[kVector];
 #pragma unroll
           for (int v = 0; v < kVector; ++v) {
-            const float saved_shared_h_up = moesaic::round_to<__nv_bfloat16>(tile.values[0][i][j][v]);  // %saved_shared_h_up = math.cast %shared_h_up {dtype = bf16}
             const float rounded = static_cast<float>(x[v]);  // %rounded = math.cast %x {dtype = f32}
             const float silu = rounded * moesaic::sigmoid(rounded);  // %silu = math.silu %rounded
             const float product = silu * tile.values[0][i][j][v];  // %product = math.mul %silu, %shared_h_up
-            const float shared_activated = moesaic::round_to<__nv_bfloat16>(product);  // %shared_activated = math.cast %product {dtype = bf16}
-            saved_shared_h_up_out[v] = saved_shared_h_up;
-            shared_activated_out[v] = shared_activated;
+            saved_shared_h_up_out[v] = tile.values[0][i][j][v];
+            shared_activated_out[v] = product;
           }
           moesaic::store_columns<kVector, 16, true>(saved_shared_h_up_row + column, kColumns - column, saved_shared_h_up_out);
           moesaic::store_columns<kVector, 16, true>(shared_activated_row + column, kColumns - column, shared_activated_out);

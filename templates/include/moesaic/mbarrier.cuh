@@ -61,6 +61,28 @@ __device__ __forceinline__ void mbarrier_arrive_in(Mbarrier* barrier, int rank) 
 #endif
 }
 
+// 16 bytes for the place of that address in block `rank` of the cluster. They count for the barrier of that place there, whose
+// phase waits for as many: an arrival there announces them, before or after.
+// PTX ISA, "Data Movement and Conversion Instructions: st.async".
+template <typename T>
+__device__ __forceinline__ void mbarrier_store_in(Mbarrier* barrier, T* address, const T& value, int rank) {
+  static_assert(sizeof(T) == 16, "four registers");
+#ifdef MOESAIC_EMULATE
+  (void)barrier, (void)address, (void)value, (void)rank;
+  moesaic_emulate_fail("pairs of blocks run on a GPU alone");
+#else
+  unsigned words[4];
+  memcpy(words, &value, sizeof(words));
+  asm volatile("{.reg .b32 there, barrier;\n"
+               "mapa.shared::cluster.u32 there, %0, %6; mapa.shared::cluster.u32 barrier, %1, %6;\n"
+               "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [there], {%2, %3, %4, %5}, [barrier];}"
+               :: "r"(static_cast<unsigned>(__cvta_generic_to_shared(address))),
+                  "r"(static_cast<unsigned>(__cvta_generic_to_shared(barrier))), "r"(words[0]), "r"(words[1]),
+                  "r"(words[2]), "r"(words[3]), "r"(rank)
+               : "memory");
+#endif
+}
+
 __device__ __forceinline__ void mbarrier_wait(Mbarrier* barrier, unsigned parity) {
 #ifdef MOESAIC_EMULATE
   moesaic_emulate_mbarrier_wait(barrier, parity);

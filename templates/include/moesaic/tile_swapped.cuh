@@ -42,11 +42,7 @@ class SwappedTile
   // The warpgroup's first column, of each part.
   static __device__ __forceinline__ int first_column() { return own_group() * kGroupColumns; }
 
-  __device__ __forceinline__ void clear() {
-    for_all([](float& value) { value = 0.0f; });
-  }
-
-  // values[..] += the sum over k < depth of left(row, k) * right_p(column, k), of what is being fetched, for the `rows` of
+  // values[..] = the sum over k < depth of left(row, k) * right_p(column, k), of what is being fetched, for the `rows` of
   // the tile that are there; without any, only the waiting.
   __device__ __forceinline__ void multiply(int depth, long long rows) {
     if (rows > 136) {
@@ -85,7 +81,9 @@ class SwappedTile
         const SharedMatrix rows = rows_there + stage_ * kStageBytes;
         const SharedMatrix columns = columns_there + stage_ * kStageBytes;
 #pragma unroll
-        for (int k = 0; k < Shape::kK / 16; ++k) multiply_blocks<kRows>(pending, columns, rows, k, Blocks<kBlocks>());
+        for (int k = 0; k < Shape::kK / 16; ++k) {
+          multiply_blocks<kRows>(pending, columns, rows, k, first == 0 && k == 0, Blocks<kBlocks>());
+        }
         wgmma_commit(pending);
         wgmma_wait<1>(pending);
       }
@@ -106,13 +104,13 @@ class SwappedTile
   // Block after block of 64 columns: which one is a constant of the instruction's registers.
   template <int kRows, int kCount>
   __device__ __forceinline__ void multiply_blocks(PendingProducts& pending, SharedMatrix columns, SharedMatrix rows, int k,
-                                                  Blocks<kCount>) {
-    if constexpr (kCount > 1) multiply_blocks<kRows>(pending, columns, rows, k, Blocks<kCount - 1>());
+                                                  bool begins, Blocks<kCount>) {
+    if constexpr (kCount > 1) multiply_blocks<kRows>(pending, columns, rows, k, begins, Blocks<kCount - 1>());
     constexpr int kBlock = kCount - 1;
     constexpr int kFurther = kParts == 1 ? 64 : Shape::kN;  // where the next block's columns lie in a stage
     wgmma_columns<T, Shape::kRightAcross, false, kRows>(
         pending, values[kBlock], columns + (kBlock * kFurther * kSwizzledLine + k * Right::kStepBytes),
-        rows + k * Left::kStepBytes);
+        rows + k * Left::kStepBytes, begins);
   }
 
   template <class Function>

@@ -13,7 +13,6 @@
 //     take_registers<...>();                 // ... to here
 //     for (...) {
 //       if (tile.passes(depth)) continue;    // it is the other warpgroup's
-//       tile.clear();
 //       tile.multiply(depth, rows);
 //       ... tile.values ...
 //     }
@@ -52,6 +51,7 @@ class WgmmaTile : public WgmmaStages<T, Shape, kLeft, kRight, kStagedBytes,
   static_assert(Shape::kN % 32 == 0, "four neighbouring lanes have 32 columns");
 
  private:
+  static constexpr bool kClears = kPingPong || kStagedBytes == 0;
   struct Grid {  // of warps: each has whole rows
     static constexpr int kColumns = 1;
   };
@@ -76,10 +76,6 @@ class WgmmaTile : public WgmmaStages<T, Shape, kLeft, kRight, kStagedBytes,
   // The warpgroup's first row.
   static __device__ __forceinline__ int first_row() { return kPingPong ? 0 : own_group() * kGroupRows; }
 
-  __device__ __forceinline__ void clear() {
-    for_all([](float& value) { value = 0.0f; });
-  }
-
   // Whether a tile is the other warpgroup's; then its steps are passed over. Once for each tile.
   __device__ __forceinline__ bool passes(int depth) {
     if constexpr (!kPingPong) return false;
@@ -92,11 +88,13 @@ class WgmmaTile : public WgmmaStages<T, Shape, kLeft, kRight, kStagedBytes,
     return true;
   }
 
-  // values[p][row][column] += the sum over k < depth of left(row, k) * right_p(column, k), of what is being fetched.
-  // `rows` of the tile are there: warpgroups without any only take part in the waiting.
+  // values[p][row][column] = the sum over k < depth of left(row, k) * right_p(column, k), of what is being fetched.
+  // `rows` of the tile are there: warpgroups without any only take part in the waiting. The first product begins the sums,
+  // where the compiler keeps products asynchronous even so: clearing sums takes 300 cycles.
   __device__ __forceinline__ void multiply(int depth, long long rows) {
     const bool idle = first_row() >= rows;
     PendingProducts pending;
+    if (kClears || depth <= 0) for_all([](float& value) { value = 0.0f; });
     // A stage's parity says nothing to who is two rounds of stages behind: no waiting for it out of turn.
     if constexpr (kPingPong) mbarrier_wait(turn_of(own_group()), (tiles_ - 1) / 2 % 2 ^ (own_group() == 0 ? 1 : 0));
     int read = -1;  // the stage before
@@ -112,7 +110,9 @@ class WgmmaTile : public WgmmaStages<T, Shape, kLeft, kRight, kStagedBytes,
         const SharedMatrix rows_here = rows_there + stage_ * kStageBytes;
         const SharedMatrix columns = columns_there + stage_ * kStageBytes;
 #pragma unroll
-        for (int k = 0; k < Shape::kK / 16; ++k) multiply_blocks(pending, rows_here, columns, k, Blocks<kBlocks>());
+        for (int k = 0; k < Shape::kK / 16; ++k) {
+          multiply_blocks(pending, rows_here, columns, k, !kClears && first == 0 && k == 0, Blocks<kBlocks>());
+        }
         wgmma_commit(pending);
         wgmma_wait<1>(pending);
       }
@@ -149,11 +149,12 @@ class WgmmaTile : public WgmmaStages<T, Shape, kLeft, kRight, kStagedBytes,
   // Block after block of 64 rows: which one is a constant of the instruction's registers.
   template <int kCount>
   __device__ __forceinline__ void multiply_blocks(PendingProducts& pending, SharedMatrix rows, SharedMatrix columns,
-                                                  int k, Blocks<kCount>) {
-    if constexpr (kCount > 1) multiply_blocks(pending, rows, columns, k, Blocks<kCount - 1>());
+                                                  int k, bool begins, Blocks<kCount>) {
+    if constexpr (kCount > 1) multiply_blocks(pending, rows, columns, k, begins, Blocks<kCount - 1>());
     constexpr int kBlock = kCount - 1;
     wgmma<T, Shape::kLeftAcross, Shape::kRightAcross, kBlock>(
-        pending, values, rows + (kBlock * 64 * kSwizzledLine + k * Left::kStepBytes), columns + k * Right::kStepBytes);
+        pending, values, rows + (kBlock * 64 * kSwizzledLine + k * Left::kStepBytes), columns + k * Right::kStepBytes,
+        begins);
   }
 
   // The tensor cores leave columns 8 j + 2 t and 8 j + 2 t + 1, j < 4, of each 32 with lane t of four; from here on it has

@@ -46,9 +46,10 @@ class PendingProducts {
   static constexpr int kMostSums = 256;
 
  public:
-  // `sum_at(n)`: the sums of the first row, by column, then those of the second.
+  // `sum_at(n)`: the sums of the first row, by column, then those of the second; zero where the product `begins` them.
   template <int kColumns, class SumAt>
-  void add(const SumAt& sum_at, const moesaic_emulate_matrix& left, const moesaic_emulate_matrix& right, bool half) {
+  void add(const SumAt& sum_at, const moesaic_emulate_matrix& left, const moesaic_emulate_matrix& right, bool half,
+           bool begins) {
     static_assert(kColumns % 8 == 0 && kColumns <= kMostSums, "a width there is");
     Sums& held = hold(&sum_at(0), kColumns / 2);
     if (!held.poisoned) {
@@ -59,6 +60,9 @@ class PendingProducts {
         sum = quiet_nan();
       }
       held.poisoned = true;
+    }
+    if (begins) {
+      for (int n = 0; n < kColumns / 2; ++n) held.value[n] = 0.0f;
     }
     if (count_ == kMost) moesaic_emulate_fail("more products in flight than there should be: is a wait missing?");
     const auto seen = moesaic_emulate_multiply(left, right, kColumns, half, held.value);
@@ -186,18 +190,18 @@ __device__ __forceinline__ void take_registers() {
 #endif
 }
 
-// sums += left * right, 64 x N. `sums` is [parts][2 x blocks of 64 rows][vectors of a part][elements of a vector], of which
-// block kBlock is meant; N = parts times columns of a part, of which a thread has a fourth. A pair of sums of columns
+// sums += left * right, 64 x N; where it `begins` them, sums = left * right. `sums` is [parts][2 x blocks of 64 rows][vectors
+// of a part][elements of a vector], of which block kBlock is meant; N = parts times columns of a part, of which a thread has a fourth. A pair of sums of columns
 // 8 j + 2 t lies at 2 j.
 template <typename T, bool kLeftAcross, bool kRightAcross, int kBlock, int kParts, int kRows, int kVectors, int kVector>
 __device__ __forceinline__ void wgmma(PendingProducts& pending, float (&sums)[kParts][kRows][kVectors][kVector],
-                                      SharedMatrix left, SharedMatrix right);
+                                      SharedMatrix left, SharedMatrix right, bool begins);
 
 // The same for what is kept as the tensor cores leave it, of the first kColumns columns: sums[j][2 i + v] is that of row
 // g + 8 i, column 8 j + 2 t + v. For products whose width varies: 32, 64, 96, and from 120 to 144 in steps of 8.
 template <typename T, bool kLeftAcross, bool kRightAcross, int kColumns, int kBlocks>
 __device__ __forceinline__ void wgmma_columns(PendingProducts& pending, float (&sums)[kBlocks][4], SharedMatrix left,
-                                              SharedMatrix right);
+                                              SharedMatrix right, bool begins);
 
 // Element v of the pair in column vector j, counted through all parts, and row i of the two.
 #define MOESAIC_SUM(j, i, v)                                                                     \
@@ -208,20 +212,20 @@ __device__ __forceinline__ void wgmma_columns(PendingProducts& pending, float (&
 
 template <typename T, bool kLeftAcross, bool kRightAcross, int kBlock, int kParts, int kRows, int kVectors, int kVector>
 __device__ __forceinline__ void wgmma(PendingProducts& pending, float (&sums)[kParts][kRows][kVectors][kVector],
-                                      SharedMatrix left, SharedMatrix right) {
+                                      SharedMatrix left, SharedMatrix right, bool begins) {
   constexpr int kOwn = kParts * kVectors * kVector;  // sums of a row
   const auto sum_at = [&](int n) -> float& { return MOESAIC_SUM(n % kOwn / 2, n / kOwn, n % 2); };
   pending.add<4 * kOwn>(sum_at, {left.start, left.group_bytes, kLeftAcross}, {right.start, right.group_bytes, kRightAcross},
-                        std::is_same<T, __half>::value);
+                        std::is_same<T, __half>::value, begins);
 }
 
 template <typename T, bool kLeftAcross, bool kRightAcross, int kColumns, int kBlocks>
 __device__ __forceinline__ void wgmma_columns(PendingProducts& pending, float (&sums)[kBlocks][4], SharedMatrix left,
-                                              SharedMatrix right) {
+                                              SharedMatrix right, bool begins) {
   constexpr int kOwn = kColumns / 4;  // sums of a row
   const auto sum_at = [&](int n) -> float& { return sums[n % kOwn / 2][n / kOwn * 2 + n % 2]; };
   pending.add<kColumns>(sum_at, {left.start, left.group_bytes, kLeftAcross}, {right.start, right.group_bytes, kRightAcross},
-                        std::is_same<T, __half>::value);
+                        std::is_same<T, __half>::value, begins);
 }
 
 #else
@@ -245,27 +249,28 @@ constexpr bool kIsBfloat16<__nv_bfloat16> = true;
   MOESAIC_NAMES60 MOESAIC_TEN("6") MOESAIC_TEN("7") MOESAIC_TEN("8") MOESAIC_TEN("9") MOESAIC_TEN("10") \
       MOESAIC_TEN("11")
 
-// One instruction: its sums, to which it always adds, then the two descriptors, and which operands lie across.
-#define MOESAIC_WGMMA(n, type, names, a, b, upper, left_across, right_across, ...)                            \
-  asm volatile("{.reg .pred adds; .reg .b64 left, right; setp.ne.b32 adds, 1, 0;\n"                           \
+// One instruction: its sums, then the two descriptors, which operands lie across, and whether it begins the sums.
+#define MOESAIC_WGMMA(n, type, names, a, b, upper, left_across, right_across, first, ...)                     \
+  asm volatile("{.reg .pred adds; .reg .b64 left, right; setp.eq.b32 adds, %" first ", 0;\n"                  \
                "mov.b64 left, {%" a ", %" upper "}; mov.b64 right, {%" b ", %" upper "};\n"                   \
                "wgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type " {" names "}, left, right, "   \
                "adds, 1, 1, %" left_across ", %" right_across ";}"                                            \
                : __VA_ARGS__                                                                                  \
-               : "r"(left.low), "r"(right.low), "n"(kUpperHalf), "n"(kLeftAcross ? 1 : 0), "n"(kRightAcross ? 1 : 0))
+               : "r"(left.low), "r"(right.low), "n"(kUpperHalf), "n"(kLeftAcross ? 1 : 0), "n"(kRightAcross ? 1 : 0), \
+                 "r"(static_cast<int>(begins)))
 #define MOESAIC_WGMMAS(type)                                                                                     \
   if constexpr (kColumns == 64) {                                                                                \
-    MOESAIC_WGMMA("64", type, MOESAIC_NAMES30 "%30, %31", "32", "33", "34", "35", "36", MOESAIC_SUMS32(0));         \
+    MOESAIC_WGMMA("64", type, MOESAIC_NAMES30 "%30, %31", "32", "33", "34", "35", "36", "37", MOESAIC_SUMS32(0)); \
   } else if constexpr (kColumns == 128) {                                                                        \
-    MOESAIC_WGMMA("128", type, MOESAIC_NAMES60 "%60, %61, %62, %63", "64", "65", "66", "67", "68", MOESAIC_SUMS64); \
+    MOESAIC_WGMMA("128", type, MOESAIC_NAMES60 "%60, %61, %62, %63", "64", "65", "66", "67", "68", "69", MOESAIC_SUMS64); \
   } else {                                                                                                       \
     MOESAIC_WGMMA("256", type, MOESAIC_NAMES120 "%120, %121, %122, %123, %124, %125, %126, %127", "128", "129",    \
-                  "130", "131", "132", MOESAIC_SUMS128);                                                           \
+                  "130", "131", "132", "133", MOESAIC_SUMS128); \
   }
 
 template <typename T, bool kLeftAcross, bool kRightAcross, int kBlock, int kParts, int kRows, int kVectors, int kVector>
 __device__ __forceinline__ void wgmma(PendingProducts&, float (&sums)[kParts][kRows][kVectors][kVector], SharedMatrix left,
-                                      SharedMatrix right) {
+                                      SharedMatrix right, bool begins) {
   constexpr int kColumns = kParts * kVectors * kVector * 4;
   static_assert(kColumns == 64 || kColumns == 128 || kColumns == 256, "the widths there are");
   if constexpr (kIsBfloat16<T>) {
@@ -281,30 +286,30 @@ __device__ __forceinline__ void wgmma(PendingProducts&, float (&sums)[kParts][kR
 #define MOESAIC_NAMES70 MOESAIC_NAMES60 MOESAIC_TEN("6")
 #define MOESAIC_WGMMAS_OF(type)                                                                                   \
   if constexpr (kColumns == 32) {                                                                                 \
-    MOESAIC_WGMMA("32", type, MOESAIC_TEN("") "%10, %11, %12, %13, %14, %15", "16", "17", "18", "19", "20",         \
+    MOESAIC_WGMMA("32", type, MOESAIC_TEN("") "%10, %11, %12, %13, %14, %15", "16", "17", "18", "19", "20", "21", \
                   MOESAIC_SUMS16(0));                                                                             \
   } else if constexpr (kColumns == 64) {                                                                          \
-    MOESAIC_WGMMA("64", type, MOESAIC_NAMES30 "%30, %31", "32", "33", "34", "35", "36", MOESAIC_SUMS32(0));         \
+    MOESAIC_WGMMA("64", type, MOESAIC_NAMES30 "%30, %31", "32", "33", "34", "35", "36", "37", MOESAIC_SUMS32(0)); \
   } else if constexpr (kColumns == 96) {                                                                          \
     MOESAIC_WGMMA("96", type, MOESAIC_NAMES40 "%40, %41, %42, %43, %44, %45, %46, %47", "48", "49", "50", "51",     \
-                  "52", MOESAIC_SUMS32(0), MOESAIC_SUMS16(8));                                                    \
+                  "52", "53", MOESAIC_SUMS32(0), MOESAIC_SUMS16(8));                                                    \
   } else if constexpr (kColumns == 120) {                                                                         \
     MOESAIC_WGMMA("120", type, MOESAIC_TEN("") MOESAIC_TEN("1") MOESAIC_TEN("2") MOESAIC_TEN("3") MOESAIC_TEN("4")  \
-                  "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59", "60", "61", "62", "63", "64",                 \
+                  "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59", "60", "61", "62", "63", "64", "65", \
                   MOESAIC_SUMS32(0), MOESAIC_SUMS16(8), MOESAIC_SUMS4(12), MOESAIC_SUMS4(13), MOESAIC_SUMS4(14)); \
   } else if constexpr (kColumns == 128) {                                                                         \
-    MOESAIC_WGMMA("128", type, MOESAIC_NAMES60 "%60, %61, %62, %63", "64", "65", "66", "67", "68", MOESAIC_SUMS64); \
+    MOESAIC_WGMMA("128", type, MOESAIC_NAMES60 "%60, %61, %62, %63", "64", "65", "66", "67", "68", "69", MOESAIC_SUMS64); \
   } else if constexpr (kColumns == 136) {                                                                         \
     MOESAIC_WGMMA("136", type, MOESAIC_NAMES60 "%60, %61, %62, %63, %64, %65, %66, %67", "68", "69", "70", "71",    \
-                  "72", MOESAIC_SUMS64, MOESAIC_SUMS4(16));                                                       \
+                  "72", "73", MOESAIC_SUMS64, MOESAIC_SUMS4(16));                                                       \
   } else {                                                                                                        \
-    MOESAIC_WGMMA("144", type, MOESAIC_NAMES70 "%70, %71", "72", "73", "74", "75", "76", MOESAIC_SUMS64,            \
+    MOESAIC_WGMMA("144", type, MOESAIC_NAMES70 "%70, %71", "72", "73", "74", "75", "76", "77", MOESAIC_SUMS64, \
                   MOESAIC_SUMS4(16), MOESAIC_SUMS4(17));                                                          \
   }
 
 template <typename T, bool kLeftAcross, bool kRightAcross, int kColumns, int kBlocks>
 __device__ __forceinline__ void wgmma_columns(PendingProducts&, float (&sums)[kBlocks][4], SharedMatrix left,
-                                              SharedMatrix right) {
+                                              SharedMatrix right, bool begins) {
   static_assert(kColumns <= 8 * kBlocks, "sums for all columns");
   static_assert(kColumns == 32 || kColumns == 64 || kColumns == 96 || (kColumns >= 120 && kColumns <= 144),
                 "the widths there are");

@@ -179,9 +179,8 @@ class WgmmaStages {
   // for one thread of each warpgroup.
   static constexpr int kFetchRegisters = kLeft != Fetch::kLines && kRight != Fetch::kLines ? 40
                                          : Shape::kM <= 64                                ? 56
-                                         : Shape::kM > 128 || kLeft == kRight             ? 88
-                                         : kOwners < kWorkers                             ? 64
-                                                                                          : 72;
+                                         : kOwners < kWorkers && kLeft != kRight          ? 64
+                                                                                          : 88;
   static constexpr int kWorkRegisters = smaller(240, (504 - kFetchRegisters) / kGroups / 8 * 8);
 
  protected:
@@ -224,6 +223,8 @@ class WgmmaStages {
   }
 
   static __device__ __forceinline__ bool fetches() { return threadIdx.x >= kWorkers; }
+  // The one of them that asks the copy engine, and tells what is next.
+  static __device__ __forceinline__ bool asks() { return threadIdx.x == kWorkers; }
   // Which block of its pair this is.
   static __device__ __forceinline__ int rank() { return kPair == 1 ? 0 : static_cast<int>(blockIdx.x) % kPair; }
   // The warpgroup's memory for boxes that leave.
@@ -235,8 +236,7 @@ class WgmmaStages {
   template <class LeftRows, class RightRows>
   __device__ __forceinline__ void fetch(const LeftRows& left_rows, const RightRows& right_rows, int depth,
                                         int left_extent, int right_extent, bool together) {
-    const bool asks = threadIdx.x == kWorkers;
-    if (!kCopies && !asks) return;
+    if (!kCopies && !asks()) return;
     const auto left_lines = lines_of(left_rows);
     Left left;
     Right right;
@@ -246,7 +246,7 @@ class WgmmaStages {
     for (int first = 0; first < depth; first += Shape::kK) {
       unsigned char* const stage = stages_ + stage_ * kStageBytes;
       mbarrier_wait(empty(stage_), parity_ ^ 1);
-      if (kAsks && asks) {
+      if (kAsks && asks()) {
         const int bytes = Left::boxed_bytes(left_lines, first, depth, left_extent) +
                           Right::boxed_bytes(right_rows, first, depth, right_extent);
         mbarrier_arrive_and_expect(full(stage_), bytes);

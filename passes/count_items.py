@@ -1,0 +1,51 @@
+"""Blocks of a product take the next tiles when they have room for them, where a kernel before can set their count to 0."""
+
+from __future__ import annotations
+
+from moesaic.ir.core import Function
+from moesaic.ir.ops import slot
+from moesaic.ir.ops.launch import Alloc, Kernel
+from moesaic.ir.types import DType, TensorType
+from moesaic.passes.product_shape import ProductShape
+
+_ZEROING = ("dispatch", "dispatch_scatter", "product", "wgrad")  # templates that can
+_COUNT = TensorType((), DType.I32)
+
+
+def count_items(function: Function) -> None:
+    """Gives the products of experts whose tiles `takes_by_count` a count of items, zeroed by the kernel before them that can.
+
+    To be called once kernels are configured. A kernel with none before it has its tiles in turn, as the first of a backward.
+    """
+    body = function.body
+    slots = [op.slot for op in body.ops if isinstance(op, Alloc) and op.space == "workspace"]
+    number = max(slots, default=-1) + 1
+    before: Kernel | None = None
+    for op in [op for op in body.ops if isinstance(op, Kernel)]:
+        if before is not None and takes_by_count(op):
+            count = Alloc(
+                [],
+                {"type": str(_COUNT), "space": "workspace", "slot": number},
+                result_names=[f"{op.symbol}_items"],
+                location=op.location,
+            )
+            number += 1
+            body.insert(body.ops.index(before), count)
+            before.operands.append(count.buffer)
+            before.attributes["zeroes"] = before.zeroes + 1
+            op.operands.append(count.buffer)
+            op.attributes["counted"] = True
+        if op.template in _ZEROING:
+            before = op
+
+
+def takes_by_count(op: Kernel) -> bool:
+    """Whether a kernel is a product over experts, with warps of its own that fetch and tiles of both warpgroups.
+
+    In turn, as warpgroups have tiles there, one of them waits for the next tile while the other is at the one before.
+    """
+    if op.template not in ("product", "wgrad") or op.region is None or op.counted:
+        return False
+    grouped = any(isinstance(inner, slot.GroupedLinear | slot.GroupedWgrad) for inner in op.region.ops)
+    shape = ProductShape.parse(op.configuration)
+    return grouped and shape.fetches and not shape.pingpong

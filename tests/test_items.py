@@ -1,0 +1,205 @@
+"""items.cuh: which blocks get which items, on the emulator and on a GPU; and the kernels that count them."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from device_kernels import emulate, run_on_gpu
+
+import moesaic as mo
+from moesaic.codegen import nvrtc
+from moesaic.ir.core import Function
+from moesaic.ir.errors import EmulationError
+from moesaic.ir.ops.launch import Alloc, Kernel
+from moesaic.ir.types import DType
+from moesaic.passes.count_items import count_items
+from moesaic.runtime.emulator import FORWARD, REVERSE
+from moesaic.runtime.program import program_of
+
+Run = Callable[..., np.ndarray]
+WARPS = 4
+TILE = 7  # rows
+
+# Every warp keeps a log of what it is told: how many items, then each. `out` is the count of items taken, then the logs.
+KERNEL = """#include "moesaic/cluster.cuh"
+#include "moesaic/items.cuh"
+
+extern "C" __global__ void CLUSTER __launch_bounds__(128) items(const int* counts, const int* offsets, int* out, int most) {
+  __shared__ int first_item[EXPERTS + 1 + 128 / 32];
+  moesaic::count_before<EXPERTS, 128>(counts, first_item, [](int rows) { return (rows + 6) / 7; });
+  moesaic::ItemQueue<PAIR, 128 / 32, COUNTED> queue(out);
+  if constexpr (PAIR == 2) {
+    moesaic::sync_cluster();
+  } else {
+    __syncthreads();
+  }
+
+  const bool tells = threadIdx.x == 96;
+  const auto find = [&](int n) { return moesaic::find_item<EXPERTS>(n, first_item, counts, offsets); };
+  int* const log = out + 1 + (blockIdx.x * 4 + threadIdx.x / 32) * (1 + 4 * most);
+  int seen = 0;
+  if (tells) queue.tell(find);
+  for (auto next = queue.next(); next.is_one(); next = queue.next()) {
+    if (tells) queue.tell(find);
+    if (threadIdx.x % 32 == 0) {
+      moesaic::store_one(log + 1 + 4 * seen, next.expert);
+      moesaic::store_one(log + 2 + 4 * seen, next.number);
+      moesaic::store_one(log + 3 + 4 * seen, next.rows);
+      moesaic::store_one(log + 4 + 4 * seen, next.first_slot);
+    }
+    ++seen;
+  }
+  if (threadIdx.x % 32 == 0) moesaic::store_one(log, seen);
+  if (tells) queue.finish(first_item[EXPERTS]);
+  if constexpr (PAIR == 2) moesaic::sync_cluster();
+}
+"""
+COUNTS = (
+    [3, 0, 22, 7, 8, 0, 0, 61, 1, 14, 0],
+    [0] * 11,
+    [0] * 10 + [5],
+    [400, *[0] * 9, 130],
+)
+
+
+def take(run: Run, counts: list[int], *, pair: int, counted: bool, blocks: int, **options: object) -> list[list]:
+    """Runs the kernel, checks that its warps agree, and returns the items of each block, or pair."""
+    experts = len(counts)
+    names = {
+        "EXPERTS": str(experts),
+        "PAIR": str(pair),
+        "COUNTED": str(counted).lower(),
+        "CLUSTER": "__cluster_dims__(2, 1, 1)" if pair == 2 else "",
+    }
+    source = re.sub("|".join(names), lambda name: names[name[0]], KERNEL)
+    offsets = np.cumsum([0, *counts]).astype(np.int32) * 3
+    wanted = [
+        (e, n, rows, offset)
+        for e, (rows, offset) in enumerate(zip(counts, offsets.tolist(), strict=False))
+        for n in range(-(-rows // TILE))
+    ]
+    most = len(wanted)
+    out = np.full(1 + blocks * WARPS * (1 + 4 * most), -1, np.int32)
+    out[0] = 0
+    inputs = [np.array(counts, np.int32), offsets]
+    out = run(source, "items", inputs, out, [most], grid=(blocks, 1), block=32 * WARPS, **options)
+    assert out[0] == 0  # again
+    logs = out[1:].reshape(blocks // pair, pair * WARPS, 1 + 4 * most)
+    np.testing.assert_array_equal(logs, np.broadcast_to(logs[:, :1], logs.shape))
+    found = [[tuple(item) for item in log[1:].reshape(most, 4)[: log[0]].tolist()] for log in logs[:, 0]]
+    assert sorted(item for items in found for item in items) == wanted
+    return found
+
+
+@pytest.mark.emulate
+@pytest.mark.parametrize("counts", COUNTS, ids=lambda counts: str(sum(counts)))
+def test_every_item_is_taken_once(counts: list[int]) -> None:
+    for order in (FORWARD, REVERSE, 1):
+        for blocks in (1, 4):
+            in_turn = take(emulate, counts, pair=1, counted=False, blocks=blocks, order=order)
+            taken = take(emulate, counts, pair=1, counted=True, blocks=blocks, order=order)
+            assert {len(items) for items in in_turn} <= {sum(map(len, in_turn)) // blocks + n for n in (0, 1)}
+            assert [items[:2] for items in taken] == [items[:2] for items in in_turn]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pair", [1, 2])
+def test_every_item_is_taken_once_by_blocks_at_once(pair: int) -> None:
+    import torch
+
+    if pair == 2 and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("pairs are clusters")
+    rng = np.random.default_rng(7)
+    for counts in (*COUNTS, rng.integers(0, 3000, 60).tolist()):
+        for counted in (False, True):
+            for _ in range(3):
+                take(run_on_gpu, counts, pair=pair, counted=counted, blocks=64)
+
+
+WAITS = (
+    "mbarrier_wait(&memory().read[slot], seen_ / kSlots % 2 ^ 1);",
+    "mbarrier_wait(&memory().told[slot], seen_ / kSlots % 2);",
+    "if (blockIdx.x % kPair == 0 && next_ == last) store_one(counter_, 0);",
+)
+
+
+@pytest.mark.emulate
+@pytest.mark.parametrize("wait", WAITS)
+def test_a_missing_wait_shows(wait: str, tmp_path: Path) -> None:
+    (helpers,) = nvrtc.helper_include_dirs()
+    shutil.copytree(helpers, tmp_path, dirs_exist_ok=True)
+    header = tmp_path / "moesaic" / "items.cuh"
+    text = header.read_text()
+    assert text.count(wait) == 1
+    header.write_text(text.replace(wait, ""))
+
+    def is_wrong(order: int) -> bool:
+        try:
+            take(emulate, COUNTS[0], pair=1, counted=True, blocks=2, order=order, include_dirs=[tmp_path])
+        except (AssertionError, EmulationError):
+            return True
+        return False
+
+    assert any(is_wrong(order) for order in (FORWARD, REVERSE, 1))
+
+
+# Which kernels count ----------------------------------------------------------------------------------------------------
+
+
+def kernels_of(layer: mo.Experts, kind: str, target: str, passes: str = "") -> list[Kernel]:
+    program = program_of(layer.module(DType.BF16, 8), passes) if passes else program_of(layer.module(DType.BF16, 8))
+    function = program.executable(kind, target, (), program.float_results if kind == "backward" else ()).module.entry
+    return [op for op in function.body.ops if isinstance(op, Kernel)]
+
+
+def counting(kernels: list[Kernel]) -> dict[str, str]:
+    """By the symbol of a kernel that counts, that of the one that sets its count to 0."""
+    zeroed = {buffer: op.symbol for op in kernels for buffer in op.operands[len(op.operands) - op.zeroes :]}
+    counters = {op.symbol: op.operands[op.counter] for op in kernels if op.counter is not None}
+    assert set(counters.values()) == set(zeroed)
+    order = [op.symbol for op in kernels]
+    found = {symbol: zeroed[buffer] for symbol, buffer in counters.items()}
+    assert all(order.index(zeroing) < order.index(symbol) for symbol, zeroing in found.items())
+    return found
+
+
+LAYER = mo.Experts(num_experts=16, hidden=512, intermediate=256)
+
+
+def test_products_of_experts_count_their_items() -> None:
+    """All but the first of a backward, before which nobody sets a count to 0; its warpgroups have tiles in turn anyway."""
+    assert counting(kernels_of(LAYER, "forward", "sm_90a")) == {
+        "experts_gate_up_proj": "experts_dispatch",
+        "experts_down_proj": "experts_gate_up_proj",
+    }
+    backward = kernels_of(LAYER, "backward", "sm_90a")
+    assert counting(backward) == {
+        "experts_backward_d_down_proj": "experts_backward_down_proj",
+        "experts_backward_gate_up_proj": "experts_backward_d_down_proj",
+        "experts_backward_d_gate_up_proj": "experts_backward_gate_up_proj",
+    }
+    assert backward[0].counter is None
+
+
+def test_what_counts_nothing() -> None:
+    assert counting(kernels_of(LAYER, "forward", "sm_80")) == {}
+    assert counting(kernels_of(LAYER, "forward", "sm_90a", "specialize{tile=mma}")) == {}
+    assert counting(kernels_of(LAYER, "forward", "sm_90a", "specialize{tile=pingpong}")) == {}
+
+
+def test_counts_lie_apart() -> None:
+    """None shares its place in the workspace: the next one is set to 0 while the one before is still counted up."""
+    function = program_of(LAYER.module(DType.BF16, 8)).executable("forward", "sm_90a", ()).module.entry
+    allocs = [op for op in function.body.ops if isinstance(op, Alloc) and op.space == "workspace"]
+    counts = [op.slot for op in allocs if op.type == "tensor<i32>"]
+    assert len(set(counts)) == len(counts) == 2
+    assert not set(counts) & {op.slot for op in allocs if op.type != "tensor<i32>"}
+    before = str(mo.ir.core.Module([function]))
+    count_items(function)  # twice is once
+    assert str(mo.ir.core.Module([function])) == before
+    assert isinstance(function, Function)
