@@ -1,22 +1,21 @@
 """The kernel after a row program: sums over tokens from its partial rows, and what is computed from them.
 
 A block adds up 32 columns of one sum. Where something follows, one block computes it once all sums are there, the first
-of a cluster, or the last of a grid to finish: its threads go over the elements of column values, [E] or [N, E], and
-every thread holds the numbers.
+of a cluster, or the last of a grid to finish.
 """
 
 from __future__ import annotations
 
+from moesaic.codegen.column_values import ColumnValues
 from moesaic.codegen.kernel import GeneratedKernel
-from moesaic.codegen.lines import STORAGE, comment, definition, fused_ops, literal, register
+from moesaic.codegen.lines import fused_ops, register
 from moesaic.codegen.parameters import Parameters
 from moesaic.codegen.render import banner, render
-from moesaic.ir.core import Constant, Op, OpResult, Value, columns_of
-from moesaic.ir.errors import InternalError, UnsupportedError
-from moesaic.ir.ops import col, math
+from moesaic.ir.core import Value, columns_of
+from moesaic.ir.errors import InternalError
+from moesaic.ir.ops import col
 from moesaic.ir.ops.launch import Kernel
 from moesaic.passes.finish_in_cluster import tiles_of
-from moesaic.passes.row_layout import operands_read
 
 
 def generate(op: Kernel) -> GeneratedKernel:
@@ -37,8 +36,8 @@ class _Emitter:
         self.threads = int(op.configuration["threads"])
         self.cluster = int(op.configuration.get("cluster", "0"))
         self.sums = op.region.arguments[: op.partials]
-        self.ops = op.region.ops[:-1]
         self.parameters = Parameters(op, ("i", "tile", "number", "rows", "sequences", "kThreads"))
+        self.computed = ColumnValues(op.region, self.sums, self.parameters)
         self.pointers: dict[Value, str] = {}  # of what is read; of a sum, once it is finished
         self.shared: dict[Value, str] = {}  # of sums that the first block of a cluster has
         self.partials: list[str] = []
@@ -48,14 +47,14 @@ class _Emitter:
     def generate(self) -> GeneratedKernel:
         self._ask()
         body, blocks, per_sequence = self._summing()
-        if self.ops:
+        if self.computed.ops:
             if self.cluster:
                 body += self._collecting()
             elif self.sums:
                 body += ["", f"if (!moesaic::is_last_block({self.ticket})) return;"]
             else:
                 blocks = 1
-            body += self._computing()
+            body += ["", *self.computed.lines(self.pointers, self.shared, self.results)]
         source = render(
             "col_finish.cu.j2",
             {
@@ -78,17 +77,17 @@ class _Emitter:
             blocks_per_sequence=per_sequence,
             cluster=max(1, self.cluster),
             emulates_cluster=self.cluster > 1,
-            ops=fused_ops(self.region, self._name),
+            ops=fused_ops(self.region, self.parameters.of),
         )
 
     # ------------------------------------------------------------------------------------------------ parameters
 
     def _ask(self) -> None:
-        loaded = {v for op in self.ops for v in op.operands[: operands_read(op)]}
+        loaded = self.computed.loaded
         for index, value in enumerate(self.region.arguments):
             if index < self.op.partials:
                 self.partials.append(self.parameters.pointer(index))
-            elif index == self.op.partials and self.sums and self.ops and not self.cluster:
+            elif index == self.op.partials and self.sums and self.computed.ops and not self.cluster:
                 self.ticket = self.parameters.pointer(index, written=True)
             elif value in loaded:
                 self.pointers[value] = self.parameters.pointer(index)
@@ -99,7 +98,7 @@ class _Emitter:
                 self.pointers[result] = pointer
         if self.sums:
             self.parameters.rows("rows", 0, "partial rows: blocks of the kernel before")
-        if any(isinstance(op, col.Rows) and op.x.type.leading == "T" for op in self.ops):
+        if any(isinstance(op, col.Rows) and op.x.type.leading == "T" for op in self.computed.ops):
             self.parameters.tokens()
         by_sequence = [i for i, v in enumerate(self.op.operands) if v.type.leading == "N"]
         if by_sequence:
@@ -111,7 +110,7 @@ class _Emitter:
         """Lines that add up partial rows, and how many blocks they need: in all, and for each sequence."""
         lines: list[str] = []
         if self.cluster:
-            self.shared = {v: self.parameters.unique(f"{self._name(v)}_total") for v in self.sums}
+            self.shared = {v: self.parameters.unique(f"{self.parameters.of(v)}_total") for v in self.sums}
         blocks = per_sequence = 0
         for number, (value, partial) in enumerate(zip(self.sums, self.partials, strict=True)):
             columns = columns_of(value)
@@ -165,108 +164,3 @@ class _Emitter:
             "if (blockIdx.x > 0) return;",
             *stores,
         ]
-
-    # --------------------------------------------------------------------------------------------- computation
-
-    def _computing(self) -> list[str]:
-        lines: list[str] = [""]
-        for value in self.pointers:
-            if _is_number(value):
-                lines.append(f"const {register(value)} {self._name(value)} = {self._load(value, '0')};")
-        for op in self.ops:
-            value = op.results[0]
-            if isinstance(op, col.Rows):
-                count = "tokens" if op.x.type.leading == "T" else "sequences"
-                lines.append(f"const float {self._name(value)} = static_cast<float>({count});  // {self._comment(op)}")
-            elif isinstance(op, col.Total):
-                lines += self._total(op)
-            elif not isinstance(op, math.Elementwise):
-                raise UnsupportedError(f"{op.name} has no form over column values")
-            elif _is_number(value):
-                lines.append(definition(op, self._read, self._name))
-        numbers = [(v, p) for v, p in self.results if v not in self.sums and _is_number(v)]
-        if numbers:
-            lines.append("if (threadIdx.x == 0) {")
-            lines += [f"  moesaic::store_one({p}, {self._stored(v)});" for v, p in numbers]
-            lines.append("}")
-        for value, pointer in self.results:
-            if value not in self.sums and not _is_number(value):
-                lines += self._loop(value, f"moesaic::store_one({pointer} + i, {self._stored(value)});")
-        return lines
-
-    def _total(self, op: col.Total) -> list[str]:
-        name = self._name(op.y)
-        if _is_number(op.x):
-            return [f"const float {name} = {self._name(op.x)};  // {self._comment(op)}"]
-        return [
-            f"float {name} = 0.0f;  // {self._comment(op)}",
-            *self._loop(op.x, f"{name} += {self._name(op.x)};"),
-            f"{name} = moesaic::block_sum<kThreads>({name});",
-        ]
-
-    def _loop(self, value: Value, last: str) -> list[str]:
-        """A loop of the block's threads over the elements of a value, which `last` then uses."""
-        columns = columns_of(value)
-        end = f"sequences * {columns}" if value.type.leading == "N" else str(columns)
-        inside: list[str] = []
-        for needed in self._elements(value):
-            if isinstance(needed, OpResult):
-                assert isinstance(needed.op, math.Elementwise)
-                inside.append(definition(needed.op, self._read, self._name))
-            else:
-                loaded = self._load(needed, _place(needed, value))
-                inside.append(f"const {register(needed)} {self._name(needed)} = {loaded};")
-        return [
-            f"for (long long i = threadIdx.x; i < {end}; i += kThreads) {{",
-            *("  " + line for line in [*inside, last]),
-            "}",
-        ]
-
-    def _elements(self, value: Value) -> list[Value]:
-        """What has to be there, element by element, for an element of a value: in order, itself last."""
-        found: dict[Value, None] = {}
-
-        def visit(v: Value) -> None:
-            if isinstance(v, Constant) or _is_number(v) or v in found:
-                return
-            if isinstance(v, OpResult):
-                for operand in v.op.operands[: operands_read(v.op)]:
-                    visit(operand)
-            found[v] = None
-
-        visit(value)
-        return list(found)
-
-    def _read(self, value: Value) -> str:
-        return literal(value.value) if isinstance(value, Constant) else self._name(value)
-
-    def _load(self, value: Value, place: str) -> str:
-        if value in self.shared:
-            return f"{self.shared[value]}[{place}]"
-        pointer = self.pointers[value]
-        address = pointer if place == "0" else f"{pointer} + {place}"
-        loaded = f"moesaic::{'load_written' if value in self.sums else 'load_one'}({address})"
-        return loaded if register(value) == "bool" else f"moesaic::to_float({loaded})"
-
-    def _stored(self, value: Value) -> str:
-        return f"moesaic::from_float<{STORAGE[value.type.dtype]}>({self._name(value)})"
-
-    def _comment(self, op: Op) -> str:
-        return comment(op, self._name)
-
-    def _name(self, value: Value) -> str:
-        return self.parameters.of(value)
-
-
-def _is_number(value: Value) -> bool:
-    return value.type.leading == "" and columns_of(value) == 1
-
-
-def _place(value: Value, loop: Value) -> str:
-    """The element of a value that belongs to element i of another, by NumPy's rule."""
-    columns = columns_of(loop)
-    if value.type.shape == loop.type.shape:
-        return "i"
-    if value.type.leading == "N":
-        return f"i / {columns}"
-    return f"i % {columns}" if loop.type.leading == "N" else "i"
