@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from moesaic.codegen.kernel import FusedOp
 from moesaic.ir.attributes import format_attributes, format_float
-from moesaic.ir.core import Block, Constant, Op, Value
+from moesaic.ir.core import Block, Constant, Op, Value, Yield
 from moesaic.ir.ops import math
 from moesaic.ir.types import DType
 
@@ -70,5 +70,7 @@ def comment(op: Op, name: Callable[[Value], str]) -> str:
 
 
 def fused_ops(region: Block, name: Callable[[Value], str]) -> tuple[FusedOp, ...]:
-    """All ops of a region, in order, with the names that values have in the code."""
-    return tuple(FusedOp(comment(op, name), ", ".join(str(r.type) for r in op.results)) for op in region.ops[:-1])
+    """All ops of a region, in order, with the names that values have in the code; in place of one with a region of its
+    own, the ops of that."""
+    ops = [op for op in region.walk() if op.region is None and not isinstance(op, Yield)]
+    return tuple(FusedOp(comment(op, name), ", ".join(str(r.type) for r in op.results)) for op in ops)

@@ -103,7 +103,7 @@ def cost_of(op: Kernel, extents: Extents, addressed: Collection[int] | None = No
                 read[op.operands.index(value)] = written[number]
     products = others = 0.0
     kind = ""
-    for inner in op.region.ops[:-1] if op.region is not None else ():
+    for inner in op.region.walk() if op.region is not None else ():
         flops = inner.flops(extents.size)
         if isinstance(inner, slot.Product | slot.Outer):
             products += flops

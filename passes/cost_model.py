@@ -118,7 +118,8 @@ def _row_program(op: Kernel, config: Mapping[str, str], load: Extents, card: Car
     clock = card.clock_hz * 1e-6
     tokens_of_block = max(1, threads // lanes)
     to_do = -(-load.tokens // tokens_of_block)  # blocks
-    most = -(-to_do // card.multiprocessors)  # of the multiprocessor that has the most of them
+    multiprocessors = int(config.get("cluster", card.multiprocessors))
+    most = -(-to_do // multiprocessors)  # of the multiprocessor that has the most of them
     waves = most / blocks
     uneven = 1.0 if waves > 8 or config["grid"] != "cover" or waves <= 1 else -(-waves // 1) / waves
 
@@ -128,18 +129,18 @@ def _row_program(op: Kernel, config: Mapping[str, str], load: Extents, card: Car
         return tokens * lanes / 32 * instructions / rate
 
     # Few blocks do not share out evenly: a multiprocessor has another one, or none.
-    tokens = most * tokens_of_block if waves <= 1 else load.tokens / card.multiprocessors
+    tokens = most * tokens_of_block if waves <= 1 else load.tokens / multiprocessors
     warps = min(blocks, most) * threads / 32
     moved = cost_of(op, load).bytes
     ahead = 2 if config["prefetch"] == "on" else 1
-    rows = min(blocks * tokens_of_block * ahead, load.tokens / card.multiprocessors)  # that a multiprocessor asks for
+    rows = min(blocks * tokens_of_block * ahead, load.tokens / multiprocessors)  # that a multiprocessor asks for
     in_flight = rows * moved / max(load.tokens, 1)
     memory = 1e6 * moved / card.bandwidth / min(1.0, max(in_flight, 1) / _BYTES_IN_FLIGHT)
     work = _overlapping(issuing(tokens, warps), memory) * uneven
-    started = to_do if config["grid"] == "cover" else min(to_do, card.multiprocessors * blocks)
-    waiting = 1e6 * _BYTES_IN_FLIGHT * card.multiprocessors / card.bandwidth
+    started = to_do if config["grid"] == "cover" else min(to_do, multiprocessors * blocks)
+    waiting = 1e6 * _BYTES_IN_FLIGHT * multiprocessors / card.bandwidth
     last = started * _STARTING / clock + _overlapping(issuing(tokens_of_block, threads / 32), waiting)
-    all_warps = min(load.tokens * lanes / 32, card.multiprocessors * warps)
+    all_warps = min(load.tokens * lanes / 32, multiprocessors * warps)
     again = sum(_selecting_again(o, config, slots, lanes, all_warps) for o in op.region.ops if isinstance(o, row.TopK))
     return max(work, last) + again * _FILLING_WARPS / _ISSUES / clock + card.launch_us
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from moesaic.ir.core import Block, BlockArgument, Constant, Op, OpResult, Value
 from moesaic.ir.errors import InternalError, UnsupportedError
 from moesaic.ir.ops import col, math, row
-from moesaic.ir.ops.kernel import is_column_value
+from moesaic.ir.ops.kernel import ColFinish, is_column_value
 
 SPARSE = 8
 """Experts a pick from which a row of zeros but for the picks is written through shared memory."""
@@ -202,4 +202,6 @@ def operands_read(op: Op) -> int | None:
     """How many operands an op reads the values of; those after them only say how many rows there are."""
     if isinstance(op, col.ColumnReduction | col.Spread | math.Broadcast):
         return 1
+    if isinstance(op, ColFinish):  # after all rows
+        return 0
     return 0 if isinstance(op, col.Rows | row.First) else None

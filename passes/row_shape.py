@@ -12,8 +12,9 @@ from typing import Protocol
 from moesaic.ir.core import Block, BlockArgument, Value, columns_of
 from moesaic.ir.errors import InternalError, UnsupportedError, UsageError
 from moesaic.ir.ops import col, row
-from moesaic.ir.ops.kernel import segments_of
+from moesaic.ir.ops.kernel import finish_in, segments_of
 from moesaic.ir.ops.launch import Kernel
+from moesaic.passes.clusters import MOST_BLOCKS
 from moesaic.passes.row_layout import Layout, experts_columns, infer_layouts, sparse_results
 from moesaic.passes.selection_shape import (
     BOUNDED_PICKS,
@@ -65,6 +66,7 @@ _LARGEST_BLOCK = 512  # threads
 _TOKENS_OF_LARGE_BLOCKS = 64  # at a time: of more, what is not many times as many tokens keeps few blocks busy
 _USUAL_THREADS = 128
 _THREADS_OF_FEW = 64
+_TOKENS_OF_CLUSTER = 256  # at a time: as many as the smallest bucket of T has, where blocks can be as large as that
 _PREFETCH_EXPERTS = range(128, 4097)  # shorter rows leave enough loads in flight as it is, longer ones no registers
 
 
@@ -128,6 +130,7 @@ class _Rule:
         dense: whether [T, E] is written.
         wide: whether ranks have 32 bits.
         packed: whether lanes of a warp pick by 16-bit ranks, from all experts.
+        cluster: blocks of the cluster that has all tokens and finishes sums over them; 0 where there is none.
         lanes, block: that share a token; whether these are a whole block.
     """
 
@@ -143,7 +146,7 @@ class _Rule:
         self.picks = max((x.columns for x in layouts.values() if x.kind == "picks"), default=1)
         self.vec = _vector(self.experts, region, layouts)
         self.slots = power_of_two(-(-self.experts // self.vec)) * self.vec
-        self.few = options.tokens == "few"
+        self.few = options.tokens != "many"
         self.selections = [o for o in region.ops if isinstance(o, row.TopK)]
         self.limits = [o for o in region.ops if isinstance(o, row.GroupLimit)]
         self.columns = [o for o in region.ops if isinstance(o, col.ColumnReduction)]
@@ -156,8 +159,14 @@ class _Rule:
         self.grouped = _width(region, layouts) == 2 and any(
             groups_in_lanes(o, self.experts, self.vec, few_lanes) for o in self.limits
         )
+        self.cluster = MOST_BLOCKS if finish_in(region) is not None else 0
         self.lanes = self._lanes()
         self.block = self.lanes > WARP
+        if self.cluster and self.block:
+            raise UsageError(
+                f"specialize: {self.lanes} lanes that share a token are a whole block; in a cluster that finishes sums "
+                f"over tokens it is up to {WARP}"
+            )
         self.packed = bool(self.selections) and not (self.wide or self.limits or self.block)
 
     def config(self) -> dict[str, str]:
@@ -170,7 +179,8 @@ class _Rule:
             "lanes": str(self.lanes),
             "vec": str(self.vec),
             "threads": str(threads),
-            "grid": "persistent" if in_turn else "cover",
+            "grid": "fixed" if self.cluster else "persistent" if in_turn else "cover",
+            **({"cluster": str(self.cluster)} if self.cluster else {}),
             "prefetch": prefetch,
             "resident": str(self.options.resident or self._resident(threads, select)),
             **select,
@@ -253,6 +263,8 @@ class _Rule:
             return self.lanes, {"tables": "dynamic" if per_token + exchanged > _SHARED_LIMIT else "static"}
         threads = self.options.threads or self._usual_threads()
         fixed = sum(4 * self.experts for o in self.columns if isinstance(o, col.Count))
+        if self.cluster:  # the first has a row of each sum from each, and adds up what its threads have
+            fixed += sum(4 * self.cluster * columns_of(o.result) for o in self.columns) + 4 * WARP
         per_warp = sum(4 * columns_of(o.x) for o in self.sums)
         in_shared = self._sums_in_shared()
         per_warp += WARP * 4 * self.slots // self.lanes * in_shared
@@ -261,6 +273,8 @@ class _Rule:
         return threads, {"sums": "shared"} if in_shared else {}
 
     def _usual_threads(self) -> int:
+        if self.cluster:
+            return max(WARP, min(_LARGEST_BLOCK, self.lanes * _TOKENS_OF_CLUSTER // self.cluster))
         if self._is_large:
             return max(_USUAL_THREADS, min(_LARGEST_BLOCK, self.lanes * _TOKENS_OF_LARGE_BLOCKS))
         long = _LONG_ROW_OF_FEW if self.dense else _LONG_ROW_OF_FEW // 2
@@ -282,8 +296,11 @@ class _Rule:
     def _sums_in_shared(self) -> int:
         """How many rows over experts are summed in shared memory: in registers, long ones leave room for fewer warps.
 
-        What waits for memory has registers to spare, and so have short rows that only pick.
+        What waits for memory has registers to spare, and so have short rows that only pick, and a cluster, whose blocks
+        have a multiprocessor each.
         """
+        if self.cluster:
+            return 0
         spare = self.dense or (self.experts <= _SUMMED_WHERE_COMPACT and not self.wide)
         if (spare and not self.limits) or self.slots // self.lanes < _SUMMED_SLOTS:
             return 0

@@ -241,6 +241,8 @@ class Space:
         experts = longest_row(self.op)
         lanes, vec, threads, resident = (int(config[n]) for n in ("lanes", "vec", "threads", "resident"))
         chunks = 1 << (-(-experts // vec) - 1).bit_length()
+        if "cluster" in config and resident > 1:
+            return "the blocks of one cluster leave multiprocessors to spare"
         if lanes > chunks:
             return f"{lanes} lanes share {chunks} chunks of a row"
         if threads < min(lanes, 32):

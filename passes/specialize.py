@@ -1,7 +1,8 @@
 """``specialize``: a configuration for each kernel, by a built-in rule.
 
 Functions are planned for any target. Where the target has clusters of blocks, the three launches of a dispatch become
-one here (``merge_dispatch.py``), and blocks that add up sums over tokens wait for each other in one
+one here (``merge_dispatch.py``). So do, for the fewest tokens, a row program and what finishes its sums over tokens
+(``merge_finish.py``); for more, the blocks that add these up wait for each other in a cluster
 (``finish_in_cluster.py``). A gradient with few tiles becomes two launches, for its tiles depend on the target, too
 (``split_wgrads.py``).
 
@@ -24,6 +25,7 @@ from moesaic.passes.dispatch_shape import dispatch_config
 from moesaic.passes.finish_in_cluster import drop_tickets, finish_config
 from moesaic.passes.manager import Pass, PassContext
 from moesaic.passes.merge_dispatch import merge_dispatches
+from moesaic.passes.merge_finish import merge_finishes
 from moesaic.passes.product_shape import ProductShape, product_shape
 from moesaic.passes.row_layout import Layout
 from moesaic.passes.row_shape import row_config
@@ -32,7 +34,7 @@ from moesaic.passes.split_wgrads import split_wgrads
 _CHOICES = {
     "select": ("", "merge", "rounds", "sort", "radix"),
     "prefetch": ("", "on", "off"),
-    "tokens": ("few", "many"),
+    "tokens": ("fewest", "few", "many"),
     "tile": ("", "simt", "mma", "cooperative", "pingpong", "swapped"),
     "dispatch": ("", "steps"),
 }
@@ -54,7 +56,8 @@ class Specialize(Pass):
             on Hopper, wgmma by its schedule, cooperative or pingpong, or with its operands swapped (empty: the rule).
         dispatch: override whether a dispatch may be one launch: steps, which takes three (empty: the rule).
         allow_tf32: whether products of float32 operands may round them to tf32.
-        tokens: few or many: few tokens fill a GPU only if many lanes share one.
+        tokens: fewest, few or many: few tokens fill a GPU only if many lanes share one. The fewest are few, too, and
+            one cluster has them all, so that sums over them need no second kernel.
         alignment: bytes each input of the first function is known to be aligned to (its address and its row stride);
             an input without an entry has 16.
         points: what was found to be fast for single kernels, in place of the rule, as ``kernel:name=value:...``; see
@@ -106,8 +109,15 @@ class Specialize(Pass):
         """Makes the launches of a planned function those of the target. What is rewritten stays as it is."""
         if self.dispatch != "steps":
             merge_dispatches(function, self.target)
+        if self.tokens == "fewest":
+            merge_finishes(function, self.target, lambda op: self.config(op, aligned, {}))
         drop_tickets(function, self.target)
-        split_wgrads(function, lambda op: self._tile(op, aligned), self.tokens)
+        split_wgrads(function, lambda op: self._tile(op, aligned), self.few_or_many)
+
+    @property
+    def few_or_many(self) -> str:
+        """What is known of T, for all that does not tell the fewest tokens from few."""
+        return "many" if self.tokens == "many" else "few"
 
     @property
     def overrides(self) -> bool:
@@ -146,7 +156,7 @@ class Specialize(Pass):
         if op.template == "col_finish":
             return finish_config(op, self.target)
         if op.template.startswith("dispatch"):
-            return dispatch_config(op, self.tokens)
+            return dispatch_config(op, self.few_or_many)
         alignment = {"alignment": ",".join(str(aligned.get(v, 16)) for v in op.operands[: op.reads])}
         assert op.region is not None
         if op.template in ("product", "wgrad"):

@@ -25,7 +25,7 @@ STAGES: dict[str, tuple[str, ...]] = {
 _REGION: dict[str, tuple[str, ...]] = {
     "expanded": ("math.", "row.", "slot."),
     "fused": ("math.", "row.", "col.", "slot.", "kernel.ticket"),
-    "planned": ("math.", "row.", "col.", "slot.", "kernel.ticket"),
+    "planned": ("math.", "row.", "col.", "slot.", "kernel.ticket", "kernel.col_finish"),
 }
 
 

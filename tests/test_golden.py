@@ -111,6 +111,9 @@ OTHER_TARGETS = {"odd_experts": "sm_80"}
 FEW = ("qwen3_dense",)
 """Routers whose kernels for few tokens differ from those for many in more than numbers."""
 
+FEWEST = ("load_balance",)
+"""The same for the fewest: one launch."""
+
 NAMES = (*ROUTERS, *EXPERTS, *LAYERS)
 
 
@@ -131,7 +134,8 @@ def cuda(name: str) -> Mapping[str, str]:
     """Generated files of a layer by their names: training forward and backward."""
     program = program_of(module_of(name))
     files: dict[str, str] = {}
-    for suffix, tokens in (("", "many"), (".few", "few"))[: 2 if name in FEW else 1]:
+    shown = [("", "many"), *[(".few", "few")] * (name in FEW), *[(".fewest", "fewest")] * (name in FEWEST)]
+    for suffix, tokens in shown:
         for kind in ("training", "backward"):
             for kernel in program.executable(kind, OTHER_TARGETS.get(name, TARGET), (), tokens=tokens).kernels:
                 if (
@@ -168,7 +172,16 @@ def test_golden_files_show_every_emitter() -> None:
     text = "".join(source for name in NAMES for source in cuda(name).values())
     for shown in (
         *("select=merge", "select=rounds", "select=sort", "groups=lanes", "groups=shared", "prefetch=on", "vec=1 "),
-        *("grid=cover", "grid=persistent", "_finish(", "row.gather", "row.scatter", "col.count", "col.sum"),
+        *(
+            "grid=cover",
+            "grid=persistent",
+            "grid=fixed",
+            "_finish(",
+            "row.gather",
+            "row.scatter",
+            "col.count",
+            "col.sum",
+        ),
         *("SimtTile", "MmaTile", "count_picks", "scan_table", "sum_cluster", "slot.combine", "slot.to_picks"),
         "add_parts<",
         *(

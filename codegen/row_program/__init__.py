@@ -12,6 +12,7 @@ slots of a lane; collectives call the helpers of ``row.cuh`` and ``select.cuh``.
     picks.py       picks that are given; values on their way between experts and picks
     sums.py        of a row, and over tokens
     writing.py     results
+    finishing.py   sums over tokens that the first block of a cluster finishes
 """
 
 from moesaic.codegen.row_program.program import generate

@@ -8,6 +8,7 @@ from typing import Any
 from moesaic.codegen.kernel import GeneratedKernel
 from moesaic.codegen.lines import Line, fused_ops, register
 from moesaic.codegen.render import banner, indented, render
+from moesaic.codegen.row_program.finishing import Finishing
 from moesaic.codegen.row_program.picks import Picks
 from moesaic.codegen.row_program.reading import Reading, has_stride
 from moesaic.codegen.row_program.runs import Runs
@@ -19,7 +20,7 @@ from moesaic.codegen.row_program.writing import Writing
 from moesaic.ir.core import BlockArgument, Op
 from moesaic.ir.errors import UnsupportedError
 from moesaic.ir.ops import col, row
-from moesaic.ir.ops.kernel import Ticket
+from moesaic.ir.ops.kernel import ColFinish, Ticket
 from moesaic.ir.ops.launch import Kernel
 from moesaic.passes.row_layout import read_in_registers
 
@@ -39,6 +40,7 @@ class _Program:
         self.tables = tables = Tables(text)
         sums, picks, selection = Sums(text), Picks(text, tables), Selection(text, tables)
         self.reading, self.runs, self.writing = Reading(text), Runs(text), Writing(text, tables, sums)
+        self.finishing = None if text.finishing is None else Finishing(text, text.finishing, sums)
         self.collectives: Mapping[type[Op], Callable[[Any], list[str]]] = {
             row.Sum: sums.of_row,
             row.Max: sums.of_row,
@@ -58,6 +60,7 @@ class _Program:
             col.Rows: sums.rows,
             col.Spread: self._spread,
             Ticket: lambda op: [],  # a zero, which is written after the loop
+            ColFinish: lambda op: [],  # after the loop, too
         }
 
     def generate(self) -> GeneratedKernel:
@@ -67,11 +70,17 @@ class _Program:
         self.reading.emit()
         self.runs.emit(self._collective)
         self.writing.emit()
+        if self.finishing is not None:
+            self.finishing.emit()
         self.tables.place()
+        what = "every step between a token's logits and its routing"
+        if text.finishing is not None:
+            what += ", and what follows from sums over tokens"
         parameters = {
-            "banner": banner(text.op, "every step between a token's logits and its routing"),
+            "banner": banner(text.op, what),
             "symbol": text.op.symbol,
-            "header": text.header,
+            "headers": [text.header, *(["columns.cuh"] if text.finishing is not None else [])],
+            "cluster": text.finishing is not None,
             "segments": text.segments,
             "constants": text.constants,
             "aliases": text.aliases,
@@ -91,8 +100,11 @@ class _Program:
             threads=text.threads,
             rows_per_block=text.threads // text.lanes,
             grid=text.config["grid"],
+            blocks=text.cluster,
             by_sequence=bool(text.segments),
             shared_bytes=self.tables.shared_bytes,
+            cluster=max(1, text.cluster),
+            emulates_cluster=text.cluster > 1,
             ops=fused_ops(text.region, text.name),
         )
 
@@ -105,6 +117,8 @@ class _Program:
             Line("kThreads", str(text.threads)),
             Line("kTokensPerBlock", str(text.threads // text.lanes)),
         ]
+        if text.finishing is not None:
+            text.constants.append(Line("kBlocks", str(text.cluster), why="which are one cluster"))
         text.aliases.append(Line("Experts", definition="moesaic::Row<kExperts, kLanes, kVec>"))
         for layout in sorted({x for x in text.layouts.values() if x.kind in ("picks", "bytes")}, key=str):
             row_type = f"moesaic::Row</*columns=*/{layout.columns}, kLanes, /*vec=*/1>"
@@ -136,7 +150,8 @@ class _Program:
     def _is_loaded(self, argument: BlockArgument) -> bool:
         region = self.text.region
         gathered = any(isinstance(o, row.Gather) and argument is o.x for o in region.ops)
-        return gathered or read_in_registers(region, argument)
+        finished = self.finishing is not None and argument in self.finishing.read.values()
+        return gathered or finished or read_in_registers(region, argument)
 
     def _collective(self, op: Op) -> list[str]:
         emit = self.collectives.get(type(op))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from moesaic.codegen.lines import register
 from moesaic.codegen.row_program.text import Text
 from moesaic.ir.core import OpResult, Value
 from moesaic.ir.ops import col, row
@@ -33,7 +34,7 @@ class Sums:
         here = f" && {indices}[p] >= 0" if row.may_be_away(op.indices) else ""
         if text.block:  # long rows leave no shared memory for it
             pointer = next(p for value, p in text.results if value is op.y)
-            row_of_block = self._row_of_block(op.y, pointer)
+            row_of_block = self.in_memory(op.y, pointer)
             text.setup += [
                 f"int* const {name} = {row_of_block};  // %{op.y.name or name}, picks of this block's tokens",
                 f"for (int e = lane; e < kExperts; e += kLanes) moesaic::store_one({name} + e, 0);",
@@ -83,12 +84,11 @@ class Sums:
         self.text.setup.append(f"const float {name} = static_cast<float>({count});  // {said}")
         return []
 
-    def store(self, value: Value, pointer: str) -> None:
-        """Writes a block's partial row after the loop over tokens."""
+    def store(self, value: Value, row_of_block: str) -> None:
+        """Writes a block's partial row after the loop over tokens, to where `in_memory` or `in_first_block` says."""
         text = self.text
         assert isinstance(value, OpResult)
         name = text.name(value)
-        row_of_block = self._row_of_block(value, pointer)
         if text.block and isinstance(value.op, col.Sum):  # each column is summed in one lane
             rows, _ = self._summed_rows(value.op)
             align = text.result_align(text.layout(value.op.x), value)
@@ -118,6 +118,14 @@ class Sums:
             f"moesaic::store_column_sums<{rows}, kThreads>({name}, {scratch}, {row_of_block}, lane);",
         ]
 
+    def in_memory(self, value: Value, pointer: str) -> str:
+        """A block's own row of the partial rows of a sum over tokens."""
+        return f"{pointer} + static_cast<long long>(blockIdx.x) * {self.text.layouts[value].columns}"
+
+    def in_first_block(self, value: Value, rows: str) -> str:
+        """The same where the first block of a cluster has all of them, an array in shared memory."""
+        return f"moesaic::InFirstBlock<{register(value)}>{{{rows}[blockIdx.x]}}"
+
     def _in_shared(self, op: col.Sum) -> bool:
         return self.text.config.get("sums") == "shared" and self.text.layout(op.x).kind == "experts"
 
@@ -127,7 +135,3 @@ class Sums:
         if layout.is_row:
             return self.text.rows(layout), "i"
         return self.text.alias("Single", "moesaic::Row</*columns=*/1, kLanes, /*vec=*/1>", "a number per token"), ""
-
-    def _row_of_block(self, value: Value, pointer: str) -> str:
-        """Where this block's partial row of a sum over tokens is."""
-        return f"{pointer} + static_cast<long long>(blockIdx.x) * {self.text.layouts[value].columns}"

@@ -8,7 +8,7 @@ from moesaic.codegen.target import WARP_THREADS
 from moesaic.ir.core import BlockArgument, Constant, Op, Value
 from moesaic.ir.errors import InternalError, UnsupportedError
 from moesaic.ir.ops import row
-from moesaic.ir.ops.kernel import segments_of
+from moesaic.ir.ops.kernel import finish_in, segments_of
 from moesaic.ir.ops.launch import Kernel
 from moesaic.ir.types import DType
 from moesaic.passes.row_layout import Layout, experts_columns, infer_layouts, sparse_results
@@ -23,6 +23,7 @@ class Text:
     Attributes:
         op, region, config: the launch.
         layouts, segments, experts: of the region.
+        finishing: what is done with sums by the first block of a cluster; `cluster`: how many blocks that has, or 0.
         vec, lanes, threads: as configured; `block`: whether a block's lanes share one token.
         stored_rows: rows of 16-bit values that are ranked as they lie in memory; `stored`: their arrays.
         sparse: results of zeros but for the picks, and the ops that make them.
@@ -41,6 +42,8 @@ class Text:
         self.config = op.configuration
         self.layouts = infer_layouts(op.region)
         self.segments = segments_of(op.region)
+        self.finishing = finish_in(op.region)
+        self.cluster = int(self.config.get("cluster", "0"))
         self.experts = experts_columns(self.layouts)
         self.vec = int(self.config["vec"])
         self.lanes = int(self.config["lanes"])
@@ -151,5 +154,5 @@ class Text:
 # What the template and the lines of collectives call their own.
 _RESERVED = """
     lane slot first first_token stride active token tokens i p e live here Experts Picks Bytes kExperts kLanes kVec
-    kThreads kTokensPerBlock blocks sequence sequences length place
+    kThreads kTokensPerBlock kBlocks blocks sequence sequences length place
     """.split()  # noqa: SIM905 - a list of strings would take half a page

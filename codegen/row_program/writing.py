@@ -24,12 +24,14 @@ class Writing:
         text = self.text
         section: list[str] = []
         for value, pointer in text.results:
+            if isinstance(value, OpResult) and value.op is text.finishing:
+                continue  # the first block writes it, at the end
             layout = text.layout(value)
             name = text.name(value)
             if value in text.sparse:
                 text.body.append(self._sparse(text.sparse[value], value, pointer))
             elif layout.kind == "column":
-                self.sums.store(value, pointer)
+                self.sums.store(value, self.sums.in_memory(value, pointer))
             elif isinstance(value, OpResult) and isinstance(value.op, Ticket):
                 text.finish += ["", f"if (blockIdx.x == 0 && threadIdx.x == 0) moesaic::store_one({pointer}, 0);"]
             elif layout.is_row:

@@ -2,7 +2,8 @@
 
 A region's arguments match the operands of the kernel. A value that the region of a row program reduces over tokens
 leaves the kernel as one partial row per block, ``[blocks, E]``; a ``kernel.col_finish`` adds these up in order, and
-does whatever is left to be done with the sums.
+does whatever is left to be done with the sums. Where the blocks of a row program are one cluster, its region ends with
+the ``kernel.col_finish``, and no partial rows leave.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ class ColFinish(Op):
     """Sums over tokens from partial rows, y_e = sum_b partial_{b,e} in the order of the blocks, and what follows.
 
     The region's first arguments stand for the finished sums of the first operands, the partial rows. Where anything is
-    computed from sums, a ticket follows: the block that finishes last computes it.
+    computed from sums, a ticket follows: the block that finishes last computes it. In the region of a row program, the
+    first operands are the sums themselves: the first block of its cluster finishes them.
     """
 
     name = "kernel.col_finish"
@@ -81,11 +83,16 @@ class ColFinish(Op):
         if self.region is None or len(self.region.arguments) != len(self.operands):
             self.fail("the region must have one argument for each operand")
         for number, (given, inside) in enumerate(zip(self.operands, self.region.arguments, strict=True)):
-            if number >= self.partials:
+            if number >= self.partials or is_column_value(given):
                 if given.type != inside.type:
                     self.fail(f"operand {number + 1} is {given.type}, but {inside.type} in the region")
             elif given.type.shape[1:] != inside.type.shape[-1:] or given.type.dtype is not inside.type.dtype:
                 self.fail(f"operand {number + 1} must be partial rows of {inside.type}, found {given.type}")
+
+
+def finish_in(region: Block) -> ColFinish | None:
+    """What the first block of a cluster does at the end of a row program; ``None`` where its blocks are no cluster."""
+    return next((op for op in region.ops if isinstance(op, ColFinish)), None)
 
 
 class Ticket(Op):

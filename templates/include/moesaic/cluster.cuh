@@ -72,4 +72,15 @@ __device__ __forceinline__ void store_to_block(T* address, T value, int rank) {
 #endif
 }
 
+// A pointer into the first block of the cluster, to the place of `here` in this one.
+template <typename T>
+struct InFirstBlock {
+  T* here;
+  __device__ __forceinline__ InFirstBlock operator+(long long distance) const { return {here + distance}; }
+};
+template <typename T>
+__device__ __forceinline__ void store_one(InFirstBlock<T> address, T value) {
+  store_to_block(address.here, value, 0);
+}
+
 }  // namespace moesaic

@@ -61,6 +61,18 @@ __device__ __forceinline__ void hand_to_first_block(T (&sums)[kColumns], int til
   if (threadIdx.x < kTileColumns && column < kColumns) store_to_block(&sums[column], total, 0);
 }
 
+// Or each block has left a row of them there, which the first adds up in the order of the blocks. A thread may then read
+// the totals of the columns that it would have in `store_sums`; all may after a barrier.
+template <int kThreads, int kBlocks, int kColumns, typename T>
+__device__ __forceinline__ void add_up_blocks(T (&rows)[kBlocks][kColumns]) {
+  for (int column = threadIdx.x; column < kColumns; column += kThreads) {
+    T total = rows[0][column];
+#pragma unroll
+    for (int block = 1; block < kBlocks; ++block) total += rows[block][column];
+    rows[0][column] = total;
+  }
+}
+
 // What it has got, to memory.
 template <int kThreads, int kColumns, typename T>
 __device__ __forceinline__ void store_sums(const T (&sums)[kColumns], T* address) {

@@ -555,10 +555,10 @@ __device__ __forceinline__ void add_up_columns(const float (&x)[kCount], int fir
   }
 }
 
-// Adds up what the lanes of a block collected for the same columns, in a fixed order, into one row of partial sums.
-// `scratch` holds [warps][kColumns] floats of shared memory.
-template <class R, int kThreads>
-__device__ __forceinline__ void store_column_sums(const float (&x)[R::kSlots], float* scratch, float* partial,
+// Adds up what the lanes of a block collected for the same columns, in a fixed order, into one row of partial sums, at
+// whatever `store_one` takes as an address. `scratch` holds [warps][kColumns] floats of shared memory.
+template <class R, int kThreads, class Partial>
+__device__ __forceinline__ void store_column_sums(const float (&x)[R::kSlots], float* scratch, Partial partial,
                                                   int lane) {
   add_up_columns<R, R::kLanes>(x, 0, true, scratch + threadIdx.x / kWarp * R::kColumns, lane);
   __syncthreads();
