@@ -15,7 +15,7 @@ from moesaic.codegen.kernel import GeneratedKernel
 from moesaic.codegen.target import Target
 from moesaic.ir.core import Op
 from moesaic.ir.ops.launch import Kernel
-from moesaic.runtime import driver
+from moesaic.runtime import driver, token_buckets
 from moesaic.runtime.execute import RUNNERS, Grid, Loaded, Prepared, Runner, Value, alignments
 from moesaic.runtime.plan import LaunchPlan
 from moesaic.runtime.program import Executable
@@ -56,8 +56,9 @@ def executable_of(
 ) -> Executable:
     """As the layer asks for it; for aligned inputs and many tokens if nothing else is said."""
     cotangents = case.program.float_results if kind == "backward" else ()
-    bucket = "few" if tokens is not None and tokens <= Runner.few_tokens else "many"
-    return case.program.executable(kind, target.name, tuple(alignment), cotangents, bucket)
+    bucket = token_buckets.COUNT - 1 if tokens is None else token_buckets.number_of(tokens, Runner.few_tokens)
+    rule = case.program.rule(kind, cotangents, target.name, bucket)
+    return case.program.executable(kind, target.name, tuple(alignment), cotangents, rule)
 
 
 def launches_of(kind: str, executable: Executable) -> list[Launch]:

@@ -460,7 +460,8 @@ class Runner:
             if key not in self._prepared:
                 self.check_may_compile()
                 _, kind, cotangents, index, bucket, aligned = key
-                target, rule = self.target(device), token_buckets.rule(bucket)
+                target = self.target(device)
+                rule = program.rule(kind, cotangents, target.name, bucket)
                 points = self.points(program, kind, cotangents, bucket, aligned, device)
                 distinct = (program.key, kind, cotangents, index, aligned, rule, points)
                 with self._preparing.holding(distinct):
@@ -494,7 +495,8 @@ class Runner:
         if tables is None:
             return ()
         target = self.target(device)
-        specialize = program.specialize(target.name, aligned, token_buckets.rule(bucket))
+        rule = program.rule(kind, cotangents, target.name, bucket)
+        specialize = program.specialize(target.name, aligned, rule)
         if specialize.overrides:
             return ()
         label = token_buckets.label(bucket, self.few_tokens)

@@ -401,7 +401,8 @@ def executables(
         kinds.append(("backward", program.float_results))
     for kind, cotangents in kinds:
         points = tuned(kind, cotangents, bucket)
-        yield kind, program.executable(kind, target.name, (), cotangents, token_buckets.rule(bucket), points)
+        rule = program.rule(kind, cotangents, target.name, bucket)
+        yield kind, program.executable(kind, target.name, (), cotangents, rule, points)
 
 
 def _direction(

@@ -20,6 +20,7 @@ from moesaic.codegen.kernel import GeneratedKernel
 from moesaic.ir import environment
 from moesaic.ir.core import Function, Module
 from moesaic.ir.errors import InputError, InternalError
+from moesaic.ir.ops.kernel import ColFinish
 from moesaic.passes.choose_saved import ChooseSaved
 from moesaic.passes.differentiate import SUFFIX, Differentiate, derive
 from moesaic.passes.instruments import History, LogPasses, SaveTree, VerifyEach, print_by_environment
@@ -27,6 +28,7 @@ from moesaic.passes.lower_aux_loss import lower_losses
 from moesaic.passes.manager import PIPELINES, Instrument, Pass, PassContext, PassManager, parse_pipeline, pipeline_text
 from moesaic.passes.save_products import SaveProducts
 from moesaic.passes.specialize import Specialize
+from moesaic.runtime import token_buckets
 from moesaic.runtime.plan import LaunchPlan, build_plan
 from moesaic.runtime.reproducer import Reproduce
 
@@ -176,7 +178,7 @@ class Program:
     ) -> Executable:
         """Plan and kernel text of ``forward``, ``training`` (its forward function) or ``backward``.
 
-        `tokens` is what the rule knows of T, ``few`` or ``many``; `points` are choices in its place, see `Specialize`.
+        `tokens` is what the rule knows of T, see `rule`; `points` are choices in its place, see `Specialize`.
         """
         key = (kind, ",".join(cotangents), target, alignment, tokens, points)
         found = self._executables.get(key)
@@ -198,6 +200,19 @@ class Program:
         if function is None:
             raise InternalError(f"@{self.function.name} has no backward function")
         return function
+
+    def rule(self, kind: str, cotangents: tuple[str, ...], target: str, bucket: int) -> str:
+        """What `specialize` is told of T in a bucket: ``fewest``, ``few`` or ``many``.
+
+        Where the fewest tokens have no kernel of their own, they are few: both buckets share what is made for one.
+        """
+        word = token_buckets.rule(bucket)
+        if word == "fewest":
+            function = self.planned(kind, cotangents).clone()
+            self.specialize(target, (), word).rewrite(function, {})
+            if not any(isinstance(op, ColFinish) for op in function.body.walk()):
+                return "few"
+        return word
 
     def specialize(self, target: str, alignment: tuple[int, ...], tokens: str) -> Specialize:
         """The pass that configures kernels, with the options that this program was made with."""

@@ -1,7 +1,7 @@
 """Buckets of T: calls of one bucket run the same kernels, so that a layer is compiled a bounded number of times.
 
 The edges follow from the largest T that is *few* (4096 on a GPU): a sixteenth of it, itself, and four times it. The
-rule of ``specialize`` knows few and many; what was tuned may differ in each bucket.
+rule of ``specialize`` knows the fewest, few and many; what was tuned may differ in each bucket.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def number_of(tokens: int, few_tokens: int) -> int:
 
 
 def rule(bucket: int) -> str:
-    """What the rule calls a bucket: ``few`` or ``many``."""
-    return "few" if bucket < 2 else "many"
+    """What the rule calls a bucket: ``fewest``, ``few`` or ``many``."""
+    return ("fewest", "few")[bucket] if bucket < 2 else "many"
 
 
 def label(bucket: int, few_tokens: int) -> str:

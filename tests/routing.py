@@ -147,6 +147,7 @@ def run(
     with torch.set_grad_enabled(backward):
         result = layer(leaves["logits"], **{n: t for n, t in leaves.items() if n != "logits"})
     outputs = result._asdict()
+    outputs |= outputs.pop("losses", {})
     floats = {n: o for n, o in outputs.items() if o.requires_grad}
     if floats:
         wanted = storage or {}

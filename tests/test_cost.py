@@ -46,6 +46,18 @@ def test_a_router() -> None:
     assert finish.bytes - text.bytes == TOKENS * 60 * 2 and text.bytes == 60 * 4 + 4 + 60 * 4
 
 
+def test_a_router_in_one_launch() -> None:
+    """Sums stay in the cluster: no bytes of partial rows. What follows from them is computed all the same."""
+    router = mo.Router(60, 6, renormalize=True, losses={"balance": mo.LoadBalance()}).module("fp16")
+    made = program_of(router).executable("training", "sm_90a", (), tokens="fewest").module
+    [op] = [op for op in made.entry.body.ops if isinstance(op, Kernel)]
+    cost = cost_of(op, Extents(TOKENS, 0))
+    assert dict(cost.read) == {0: TOKENS * 60 * 2}
+    assert dict(cost.written) == {1: TOKENS * 24, 2: TOKENS * 24, 3: 60 * 4, 4: 4}
+    parts = costs(router, "training", extents=Extents(TOKENS, 0))
+    assert cost.other_flops == sum(part.other_flops for part, _ in parts.values())
+
+
 def test_what_is_only_gathered_counts_where_it_is_gathered() -> None:
     module = mo.parse("""
     moe.func @pick(%x: tensor<Tx61xbf16>, %ids: tensor<Tx3xi32>) -> (y: tensor<Tx3xf32>) {

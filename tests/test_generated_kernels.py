@@ -192,6 +192,24 @@ def test_kernels_fit_registers(case: Case, record_property: pytest.RecordPropert
     assert not over, "\n".join(over)
 
 
+IN_ONE_CLUSTER = (
+    Case("E60-all-picked", "backward", "fewest", "sm_90a"),
+    Case("gpt_oss", "backward", "fewest", "sm_100a"),
+    Case("deepseek_v3", "training", "fewest", "sm_90a"),
+    Case("E256-all-outputs", "training", "fewest", "sm_90a"),
+    Case("E384-sigmoid-bias", "training", "fewest", "sm_100a"),
+)
+"""Kernels whose blocks are one cluster, which have more threads than others."""
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("case", [parameter(case) for case in IN_ONE_CLUSTER])
+def test_clusters_fit_registers(case: Case, record_property: pytest.RecordProperty) -> None:
+    [kernel] = case.kernels()
+    assert kernel.cluster == 8
+    test_kernels_fit_registers(case, record_property)
+
+
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("target", known_targets(), ids=str)
 def test_every_known_target_compiles(target: Target) -> None:

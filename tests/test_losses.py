@@ -7,12 +7,31 @@ import math
 
 import pytest
 import torch
-from routing import BACKENDS, COMPILED, DIGITS, EXACT, GRADIENT, assert_close, assert_zero, cotangent, device_of, sweep
+from routing import (
+    BACKENDS,
+    COMPILED,
+    DIGITS,
+    EXACT,
+    GRADIENT,
+    assert_close,
+    assert_same,
+    assert_zero,
+    cotangent,
+    device_of,
+    run,
+    sweep,
+)
 
 import moesaic as mo
 from moesaic.ir.core import Module
+from moesaic.ir.ops.launch import Kernel
+from moesaic.ir.parser import parse
+from moesaic.ir.types import DType
 from moesaic.passes.specialize import Specialize
+from moesaic.passes.stages import check_stage
+from moesaic.runtime.execute import RUNNERS
 from moesaic.runtime.program import program_of
+from moesaic.runtime.token_buckets import FEW_TOKENS, number_of
 
 LN2, LN3 = math.log(2), math.log(3)
 
@@ -349,3 +368,128 @@ def test_who_computes_what_follows_sums() -> None:
     assert finish(7) == (2, 2, True, False)
     assert finish(7, z=mo.ZLoss()) == (1, 1, True, False)
     assert finish(7, balance=mo.LoadBalance(segments="batch_first"))[2:] == (False, True)
+
+
+# The fewest tokens: all of it in one launch ---------------------------------------------------------------------------
+
+_ALL = {"balance": mo.LoadBalance(coef=0.5), "z": mo.ZLoss(coef=0.1), "entropy": mo.Entropy()}
+
+ONE_LAUNCH: dict[str, tuple[mo.Router, tuple[str, ...]]] = {  # a router, and what it takes beside logits
+    "every loss, masked": (
+        mo.Router(61, 4, score="sigmoid", losses=_ALL, outputs=("weights", "score_sums")),
+        ("token_mask",),
+    ),
+    "groups, a given number of tokens": (
+        mo.Router(
+            64,
+            1,
+            groups=8,
+            groups_kept=2,
+            score="sigmoid",
+            losses={"given": mo.LoadBalance(num_tokens="given")},
+            outputs=("probs", "counts"),
+        ),
+        ("num_tokens",),
+    ),
+    "sums in both directions": (
+        mo.Router(128, 4, gate_bias=True, router_scale=True, losses={"z": mo.ZLoss()}),
+        ("gate_bias", "router_scale"),
+    ),
+}
+
+
+@pytest.mark.parametrize("backend", COMPILED)
+@pytest.mark.parametrize("case", ONE_LAUNCH)
+def test_the_fewest_tokens_in_one_launch(backend: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the reference, however they fall on blocks; equal bits when it is called again."""
+    monkeypatch.setattr(RUNNERS[backend], "few_tokens", FEW_TOKENS)
+    router, names = ONE_LAUNCH[case]
+    generator = torch.Generator().manual_seed(5)
+    experts, device = router.num_experts, device_of(backend)
+    compiled, reference = (mo.compile(router, backend=b) for b in (backend, "reference"))
+    for tokens in (0, 1, 7, 255, 256):
+        drawn = {
+            "token_mask": torch.rand(tokens, generator=generator) < 0.6,
+            "num_tokens": torch.tensor(50.0),
+            "gate_bias": torch.randn(experts, generator=generator),
+            "router_scale": torch.tensor([1.5]),
+        }
+        given = {name: drawn[name] for name in names}
+        logits = torch.randn(tokens, experts, generator=generator)
+        here = {name: tensor.to(device) for name, tensor in given.items()}
+        found, again = (run(compiled, logits.to(device), **here) for _ in range(2))
+        assert_same(found, again)
+        exact = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in given.items()}
+        wanted = run(reference, logits.double(), **exact)
+        assert found.outputs.keys() == wanted.outputs.keys() and found.gradients.keys() == wanted.gradients.keys()
+        for left, right, tolerance in (
+            (found.outputs, wanted.outputs, EXACT),
+            (found.gradients, wanted.gradients, GRADIENT),
+        ):
+            for name, expected in right.items():
+                if expected.any():
+                    assert_close(f"{name} of {tokens} tokens", left[name], expected, tolerance)
+                else:
+                    assert left[name].shape == expected.shape
+                    assert_zero(f"{name} of {tokens} tokens", left[name])
+
+
+def test_who_gets_by_with_one_launch() -> None:
+    """A cluster that has the fewest tokens, if the target has clusters and their sums find room in the first block."""
+
+    def symbols(declared: Module, tokens: int = 256, target: str = "sm_90a", passes: str = "") -> list[str]:
+        program = program_of(declared, passes)
+        made = []
+        for kind in ("training", "backward"):
+            cotangents = program.float_results if kind == "backward" else ()
+            rule = program.rule(kind, cotangents, target, number_of(tokens, FEW_TOKENS))
+            executable = program.executable(kind, target, (), cotangents, rule)
+            again = executable.module.entry.clone()
+            program.specialize(target, (), rule).rewrite(again, {})
+            assert str(Module([again])) == str(Module([executable.module.entry]))
+            assert parse(str(executable.module)) == executable.module
+            check_stage(executable.module, "planned")
+            made += [kernel.symbol.partition("_")[2] for kernel in executable.kernels]
+            if rule == "fewest":
+                [rows] = [kernel for kernel in executable.kernels if kernel.cluster > 1 and "rows" in kernel.symbol]
+                assert (rows.grid, rows.blocks, rows.cluster, rows.emulates_cluster) == ("fixed", 8, 8, True)
+                assert "__cluster_dims__(kBlocks, 1, 1)" in rows.source and "sync_cluster" in rows.source
+                assert not any(word in rows.source for word in ("ticket", "partial", "[B, "))
+                partial = [b for b in executable.plan.buffers if str(b.type.leading).startswith("B")]
+                assert not partial, "partial rows have a place in memory"
+        return made
+
+    def router(experts: int, **options: object) -> Module:
+        return mo.Router(experts, 2, **{"losses": {"balance": mo.LoadBalance()}, **options}).module("bf16")
+
+    once, twice = ["rows", "backward_rows"], ["rows", "finish", "backward_rows"]
+    assert symbols(router(128)) == once and symbols(router(128), tokens=257) == twice
+    assert symbols(router(128), target="sm_80") == twice and symbols(router(128), target="sm_100a") == once
+    assert symbols(router(256, losses={"balance": mo.LoadBalance(), "z": mo.ZLoss()})) == once
+    assert symbols(router(320)) == twice, "640 sums"
+    assert symbols(router(2000, losses={"z": mo.ZLoss()}, outputs=("indices",))) == twice, "a row takes a whole block"
+    assert symbols(router(128, losses={"balance": mo.LoadBalance(segments="batch_first")})) == twice
+    assert symbols(router(128), passes="specialize{lanes=16 threads=64}") == twice, "32 tokens at a time"
+    assert symbols(router(128), passes="specialize{lanes=64}") == twice, "a row takes a whole block"
+    biased = router(128, losses={}, gate_bias=True, outputs=("weights",))
+    assert symbols(biased) == ["rows", "backward_rows"] and symbols(biased, tokens=257)[1:] == [
+        "backward_rows",
+        "backward_finish",
+    ]
+    plain = router(128, losses={}, outputs=("weights", "indices"))
+    assert program_of(plain).rule("training", (), "sm_90a", 0) == "few", "one set of kernels for both buckets"
+
+
+def test_kernels_between_a_row_program_and_what_finishes_it() -> None:
+    """What needs the counts of a dispatch comes after it; what does not is moved ahead of it."""
+
+    def kernels(**losses: object) -> list[str]:
+        layer = mo.MoE(mo.Router(8, 2, losses=losses), mo.Experts(8, 64, 32), outputs=("hidden",))
+        program = program_of(layer.module(DType.BF16))
+        rule = program.rule("forward", (), "sm_90a", 0)
+        entry = program.executable("forward", "sm_90a", (), tokens=rule).module.entry
+        return [op.template for op in entry.body.ops if isinstance(op, Kernel)]
+
+    experts = ["product", "product", "combine"]
+    assert kernels(balance=mo.LoadBalance()) == ["product", "row_program", "dispatch", "col_finish", *experts]
+    assert kernels(z=mo.ZLoss()) == ["product", "row_program", "dispatch", *experts]

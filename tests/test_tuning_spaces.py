@@ -20,6 +20,7 @@ from moesaic.passes.manager import parse_pipeline
 from moesaic.passes.space import FAMILIES, Space, spaces_of
 from moesaic.passes.specialize import Specialize, parse_point, point_text
 from moesaic.runtime.program import program_of
+from moesaic.runtime.tuning.lookup import Tunable, tunables
 
 H100 = Target.parse("sm_90a")
 LAYERS: dict[str, Module] = {
@@ -49,6 +50,28 @@ def spaces(layer: str, target: Target = H100, tokens: str = "many") -> list[Spac
 
 def space(layer: str, symbol: str, target: Target = H100) -> Space:
     return next(s for s in spaces(layer, target) if s.op.symbol == symbol)
+
+
+def test_a_row_program_in_one_cluster() -> None:
+    """What has nothing to do with it cannot be chosen, and nothing that was found for two launches is taken for it."""
+    program = program_of(LAYERS["losses"])
+
+    def only(tokens: str) -> Tunable:
+        specialize = program.specialize("sm_90a", (), tokens)
+        [found] = tunables(program.planned("training"), specialize, H100, (), "<=256")
+        return found
+
+    one, two = only("fewest"), only("few")
+    assert one.key != two.key and one.key.features.endswith(" kernel.col_finish{partials=2}")
+    points = one.space.points()
+    assert points[0] == one.space.default and 1 < len(points) < len(two.space.points())
+    assert {p["resident"] for p in points} == {"1"} and max(int(p["lanes"]) for p in points) <= 32
+    assert {one.space.config(p)["cluster"] for p in points} == {"8"}
+    assert "is up to 32" in one.space.problem({**points[0], "lanes": "64"})
+    assert "multiprocessors to spare" in one.space.problem({**points[0], "resident": "2"})
+    load = Extents(256, 0)
+    assert ordered(one.space, points, load, CARD)[0][0] == one.space.default
+    assert all(estimated_us(one.space, p, load, CARD) >= floor_us(one.space.op, load, CARD) for p in points)
 
 
 def test_parameters_are_data() -> None:

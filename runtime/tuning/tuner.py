@@ -135,8 +135,9 @@ def tune(
     target = runner.target(device)
     aligned, tokens = alignments(inputs), tokens_of(inputs)
     bucket = token_buckets.number_of(tokens, runner.few_tokens)
-    specialize = program.specialize(target.name, aligned, token_buckets.rule(bucket))
-    executable = program.executable(kind, target.name, aligned, cotangents, token_buckets.rule(bucket))
+    rule = program.rule(kind, cotangents, target.name, bucket)
+    specialize = program.specialize(target.name, aligned, rule)
+    executable = program.executable(kind, target.name, aligned, cotangents, rule)
     if executable.plan.written or specialize.overrides or not tokens:
         return []
     label = token_buckets.label(bucket, runner.few_tokens)
