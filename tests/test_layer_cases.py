@@ -211,7 +211,8 @@ def test_case_59_a_spoilt_result_of_experts_is_found_out(
 
 @pytest.mark.parametrize("backend", COMPILED)
 def test_case_60_few_kernels_serve_any_number_of_tokens(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward, training and backward are prepared twice at most each, whatever T; a second round prepares nothing."""
+    """Whatever T, backward is prepared twice at most, forward and training once more: they count picks, for which the
+    fewest tokens have a launch of their own. A second round prepares nothing."""
     runner, device = RUNNERS[backend], device_of(backend)
     for made in ("_prepared", "_distinct"):
         monkeypatch.setattr(runner, made, {})
@@ -226,7 +227,8 @@ def test_case_60_few_kernels_serve_any_number_of_tokens(backend: str, monkeypatc
         with torch.no_grad():
             layer(logits)
     kinds = [key[1] for key in runner._distinct]
-    assert {*kinds} == {"forward", "training", "backward"} and max(map(kinds.count, kinds)) <= 2
+    most = {"forward": 3, "training": 3, "backward": 2}
+    assert {*kinds} == {*most} and all(kinds.count(kind) <= n for kind, n in most.items())
     for tokens in (numbers[i] for i in reversed(order)):
         step(layer, logits_of(router, tokens, device=device), others_of(router, device))
     assert len(runner._distinct) == len(kinds)
