@@ -114,8 +114,8 @@ class Region:
 
 
 def is_store_cast(body: Block, op: Op) -> bool:
-    """Whether an op is a rounding whose only reader is the store, which converts: two numbers at a time, where the rounding
-    would take one."""
+    """Whether an op is a rounding whose only reader is the store, which converts: two numbers at a time, where the
+    rounding would take one."""
     if not isinstance(op, math.Cast) or op.y.type.dtype not in _ROUNDED or isinstance(op.x, Constant | BlockArgument):
         return False
     if register(op.x) != "float":

@@ -83,7 +83,7 @@ class InTurn:
 
 @dataclass(frozen=True)
 class Queued:
-    """Whoever asks the copy engine finds what is next, and tells the others (``items.cuh``); lines know it as `next`.
+    """Who asks the copy engine finds what is next, and tells the others (``items.cuh``); lines know it as `next`.
 
     Attributes:
         find: the QueuedItem of number `n`.
@@ -97,9 +97,8 @@ class Queued:
 
     def setup(self) -> list[str]:
         counted = "true" if self.counter else "false"
-        return [
-            f"moesaic::ItemQueue<Tile::kPair, kThreads / 32, /*kCounted=*/{counted}> queue({self.counter or 'nullptr'});"
-        ]
+        arguments = f"Tile::kPair, kThreads / 32, /*kCounted=*/{counted}"
+        return [f"moesaic::ItemQueue<{arguments}> queue({self.counter or 'nullptr'});"]
 
     def loop(self, lines: Sequence[str], fetches: bool) -> list[str]:
         loop = "for (auto next = queue.next(); next.is_one(); next = queue.next()) {"

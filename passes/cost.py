@@ -93,8 +93,10 @@ def cost_of(op: Kernel, extents: Extents, addressed: Collection[int] | None = No
     """
     read: dict[int, float] = {}
     written: dict[int, float] = {}
-    for number in range(len(op.operands)) if addressed is None else sorted(addressed):
-        value = op.operands[number]
+    operands = op.operands[: op.reads + len(op.stored)]  # counts of items are four bytes, whatever the layer
+    for number, value in enumerate(operands):
+        if addressed is not None and number not in addressed:
+            continue
         if number < op.reads:
             read[number] = _bytes_read(op, number, extents)
         else:

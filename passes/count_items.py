@@ -1,4 +1,4 @@
-"""Blocks of a product take the next tiles when they have room for them, where a kernel before can set their count to 0."""
+"""Blocks of a product take tiles when they have room for them, where a kernel before can set the count to 0."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ _COUNT = TensorType((), DType.I32)
 
 
 def count_items(function: Function) -> None:
-    """Gives the products of experts whose tiles `takes_by_count` a count of items, zeroed by the kernel before them that can.
+    """Gives products of experts, where `takes_by_count`, a count of items, set to 0 by the last kernel before that can.
 
-    To be called once kernels are configured. A kernel with none before it has its tiles in turn, as the first of a backward.
+    To be called once kernels are configured. A kernel with none before it has its tiles in turn, as the first of a
+    backward has.
     """
     body = function.body
     slots = [op.slot for op in body.ops if isinstance(op, Alloc) and op.space == "workspace"]

@@ -64,7 +64,7 @@ class KernelKey:
             picks=picks,
             inner=inner,
             outer=outer,
-            operands=f"{_types(op.operands[: op.reads])} -> {_types(op.written)}",
+            operands=f"{_types(op.operands[: op.reads])} -> {_types(op.stored)}",
             alignment=str(alignment[0]) if len(alignment) == 1 else ",".join(map(str, found)),
             tokens=tokens,
             features=" ".join(_feature(o) for o in op.region.ops[:-1] if not isinstance(o, math.Elementwise)),

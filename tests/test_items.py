@@ -13,23 +13,27 @@ from device_kernels import emulate, run_on_gpu
 
 import moesaic as mo
 from moesaic.codegen import nvrtc
+from moesaic.codegen.target import Target
 from moesaic.ir.core import Function
 from moesaic.ir.errors import EmulationError
 from moesaic.ir.ops.launch import Alloc, Kernel
 from moesaic.ir.types import DType
 from moesaic.passes.count_items import count_items
+from moesaic.passes.specialize import Specialize
 from moesaic.runtime.emulator import FORWARD, REVERSE
 from moesaic.runtime.program import program_of
+from moesaic.runtime.tuning.lookup import tunables
 
 Run = Callable[..., np.ndarray]
 WARPS = 4
 TILE = 7  # rows
 
-# Every warp keeps a log of what it is told: how many items, then each. `out` is the count of items taken, then the logs.
+# Every warp keeps a log of what it is told: how many items, then each. `out` is the count of items taken, then logs.
 KERNEL = """#include "moesaic/cluster.cuh"
 #include "moesaic/items.cuh"
 
-extern "C" __global__ void CLUSTER __launch_bounds__(128) items(const int* counts, const int* offsets, int* out, int most) {
+extern "C" __global__ void CLUSTER __launch_bounds__(128) items(const int* counts, const int* offsets, int* out,
+                                                                int most) {
   __shared__ int first_item[EXPERTS + 1 + 128 / 32];
   moesaic::count_before<EXPERTS, 128>(counts, first_item, [](int rows) { return (rows + 6) / 7; });
   moesaic::ItemQueue<PAIR, 128 / 32, COUNTED> queue(out);
@@ -148,7 +152,7 @@ def test_a_missing_wait_shows(wait: str, tmp_path: Path) -> None:
     assert any(is_wrong(order) for order in (FORWARD, REVERSE, 1))
 
 
-# Which kernels count ----------------------------------------------------------------------------------------------------
+# Which kernels count --------------------------------------------------------------------------------------------------
 
 
 def kernels_of(layer: mo.Experts, kind: str, target: str, passes: str = "") -> list[Kernel]:
@@ -172,7 +176,7 @@ LAYER = mo.Experts(num_experts=16, hidden=512, intermediate=256)
 
 
 def test_products_of_experts_count_their_items() -> None:
-    """All but the first of a backward, before which nobody sets a count to 0; its warpgroups have tiles in turn anyway."""
+    """All but the first of a backward, before which nobody sets a count to 0; its warpgroups have tiles in turn."""
     assert counting(kernels_of(LAYER, "forward", "sm_90a")) == {
         "experts_gate_up_proj": "experts_dispatch",
         "experts_down_proj": "experts_gate_up_proj",
@@ -190,6 +194,20 @@ def test_what_counts_nothing() -> None:
     assert counting(kernels_of(LAYER, "forward", "sm_80")) == {}
     assert counting(kernels_of(LAYER, "forward", "sm_90a", "specialize{tile=mma}")) == {}
     assert counting(kernels_of(LAYER, "forward", "sm_90a", "specialize{tile=pingpong}")) == {}
+
+
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+def test_tables_know_no_counts(kind: str) -> None:
+    """What was tuned is looked up before kernels have counts, and tuned with them."""
+    program = program_of(LAYER.module(DType.BF16, 8))
+    cotangents = program.float_results if kind == "backward" else ()
+    planned = program.planned(kind, cotangents)
+    specialized = program.executable(kind, "sm_90a", (), cotangents).module.entry
+    found, again = (
+        tunables(function, Specialize(), Target.parse("sm_90a"), (), ">16384") for function in (planned, specialized)
+    )
+    assert [one.key for one in found] == [one.key for one in again]
+    assert any(one.space.op.counter is not None for one in again)
 
 
 def test_counts_lie_apart() -> None:

@@ -57,22 +57,25 @@ class Kernel(Op):
             self.fail(f"there is no op kernel.{self.template}{near}, so no template of that name")
         if self.reads > len(self.operands):
             self.fail(f"reads {self.reads} of {len(self.operands)} operands")
-        results = len(self.operands) - self.reads - self.counted - self.zeroes
-        if results < 0:
-            self.fail(
-                f"{self.counted + self.zeroes} counts of items after {self.reads} of {len(self.operands)} operands"
-            )
+        counts = self.counted + self.zeroes
+        if self.reads + counts > len(self.operands):
+            self.fail(f"reads {self.reads} and counts items in {counts} of {len(self.operands)} operands")
         if self.region is not None and not self.region.arguments and self.template.startswith("dispatch"):
             return
         if self.region is None or len(self.region.arguments) != self.reads:
             self.fail(f"the region must have one argument for each of the {self.reads} operands read")
-        if len(self.region.terminator.operands) != results:
-            self.fail(f"the region must yield one value for each of the {results} written")
+        if len(self.region.terminator.operands) != len(self.stored):
+            self.fail(f"the region must yield one value for each of the {len(self.stored)} written")
 
     @property
     def written(self) -> list[core.Value]:
         """What it writes: results, then counts of items."""
         return self.operands[self.reads :]
+
+    @property
+    def stored(self) -> list[core.Value]:
+        """The buffers of its results."""
+        return self.operands[self.reads : len(self.operands) - self.counted - self.zeroes]
 
     @property
     def counter(self) -> int | None:

@@ -114,7 +114,7 @@ class KernelBench:
         self._recording = recording
         self._timers = timers
         self._op = recording.ops[number]
-        self._plan, kept = _plan_of(recording.executable.plan, number, self._op.reads)
+        self._plan, kept = _plan_of(recording.executable.plan, number, self._op)
         self._sets = [[operands[n] for n in kept] for operands in recording.operands]
         self._expected: list[torch.Tensor] | None = None
         self._last: tuple[GeneratedKernel, Loaded] | None = None
@@ -152,13 +152,15 @@ class KernelBench:
         return self._recording.runner.enter(prepared, self._sets[number], self._recording.index)
 
 
-def _plan_of(plan: LaunchPlan, number: int, reads: int) -> tuple[LaunchPlan, list[int]]:
+def _plan_of(plan: LaunchPlan, number: int, op: Kernel) -> tuple[LaunchPlan, list[int]]:
     """The plan of one step alone, and which operands of the whole plan are its inputs: those that the step reads are
-    inputs after those of the function; what it writes are its results."""
+    inputs after those of the function, and so is a count of items, which is 0 before and after; what it writes are its
+    results."""
     step = plan.steps[number]
     inputs = len(plan.inputs)
-    read = sorted({n for n in step.operands[:reads] if n >= inputs})
-    written = list(step.operands[reads:])
+    counts = [] if op.counter is None else [step.operands[op.counter]]
+    read = sorted({n for n in [*step.operands[: op.reads], *counts] if n >= inputs})
+    written = [n for n in step.operands[op.reads :] if n not in counts]
     kept = [*range(inputs), *read]
     places = {n: place for place, n in enumerate([*kept, *written])}
     specs = [plan.buffers[n - inputs] for n in read]
