@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import sys
 
 import torch
@@ -43,8 +44,14 @@ def run(layer: CompiledLayer, inputs: Inputs, bias: torch.Tensor | None, *, back
     sent, cotangents = [result[0]], [inputs.cotangent]
     if hasattr(result, "losses"):
         sent.append(result.losses["balance"])
-        cotangents.append(ONE)
+        cotangents.append(one())
     return torch.autograd.grad(sent, inputs.leaf, cotangents)
+
+
+@functools.cache
+def one() -> torch.Tensor:
+    """The cotangent of a loss, which no timing makes."""
+    return torch.ones((), device="cuda")
 
 
 def timer_of(layer: CompiledLayer, inputs: list[Inputs], bias: torch.Tensor | None, backward: bool) -> GraphTimer:
@@ -55,7 +62,7 @@ def timer_of(layer: CompiledLayer, inputs: list[Inputs], bias: torch.Tensor | No
 def check(case: Case, layer: CompiledLayer, inputs: Inputs, bias: torch.Tensor | None) -> None:
     """Compares the loss and its gradient with the formula. Raises `AssertionError`."""
     result = layer(inputs.leaf, **({} if bias is None else {"bias": bias}))
-    (found,) = torch.autograd.grad(result.losses["balance"], inputs.leaf, 1e6 * ONE)
+    (found,) = torch.autograd.grad(result.losses["balance"], inputs.leaf, 1e6 * one())
     leaf = inputs.logits.double().requires_grad_()
     scores = torch.sigmoid(leaf) if case.groups else torch.softmax(leaf, -1)
     shares = (scores / scores.sum(-1, keepdim=True)).sum(0)
@@ -106,5 +113,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    ONE = torch.ones((), device="cuda")
     sys.exit(main())
