@@ -4,7 +4,7 @@ Functions are planned for any target. Where the target has clusters of blocks, t
 one here (``merge_dispatch.py``). So do, for the fewest tokens, a row program and what finishes its sums over tokens
 (``merge_finish.py``); for more, the blocks that add these up wait for each other in a cluster
 (``finish_in_cluster.py``). A gradient with few tiles becomes two launches, for its tiles depend on the target, too
-(``split_wgrads.py``).
+(``split_wgrads.py``). Products of experts count the items that their blocks take (``count_items.py``).
 
 Nothing here changes the arithmetic of a row: sums have one order whatever the lanes (see ``row.cuh``), and every way of
 selecting gives the same picks. What it decides is how the work is spread.
