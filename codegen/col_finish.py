@@ -76,7 +76,6 @@ class _Emitter:
             blocks=blocks,
             blocks_per_sequence=per_sequence,
             cluster=max(1, self.cluster),
-            emulates_cluster=self.cluster > 1,
             ops=fused_ops(self.region, self.parameters.of),
         )
 

@@ -166,7 +166,6 @@ def generate_at_once(op: Kernel) -> GeneratedKernel:
         blocks=config["cluster"] * config["clusters"],
         shared_bytes=shared,
         cluster=config["cluster"],
-        emulates_cluster=True,
     )
 
 

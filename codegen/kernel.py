@@ -95,8 +95,6 @@ class GeneratedKernel:
         shared_bytes: dynamic shared memory of a block, in bytes.
         cluster: blocks of a cluster, as the text's ``__cluster_dims__`` say; 1 without. A grid of ``device`` has whole
             clusters.
-        emulates_cluster: whether the emulator runs the blocks of a cluster together; else, every block as a cluster of
-            its own.
         ops: the ops of its region in order. The text has no comment of one that no line stands for: a rounding that a
             store does, rows that are gathered as they are fetched.
     """
@@ -112,7 +110,6 @@ class GeneratedKernel:
     by_sequence: bool = False
     shared_bytes: int = 0
     cluster: int = 1
-    emulates_cluster: bool = False
     ops: tuple[FusedOp, ...] = ()
 
     @property

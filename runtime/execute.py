@@ -733,7 +733,7 @@ class _EmulatedKernel(Loaded):
         from moesaic.runtime.emulator import build
 
         # Odd and small: persistent loops go round several times even on small inputs.
-        self.most_blocks = 3 * (kernel.cluster if kernel.emulates_cluster else 1)
+        self.most_blocks = 3 * kernel.cluster
         self._kernel = kernel
         self._runner = runner
         self._emulated = build(source_of(kernel), kernel.symbol, nvrtc.helper_include_dirs())
@@ -752,7 +752,7 @@ class _EmulatedKernel(Loaded):
                 buffers.append(Buffer(tensor.data_ptr(), size, name, writable=number not in read))
         threads = (self._kernel.threads, 1, 1)
         shared, order = self._kernel.shared_bytes, self._runner.order
-        cluster = self._kernel.cluster if self._kernel.emulates_cluster else 1
+        cluster = self._kernel.cluster
         given = [v if isinstance(v, int) else struct.pack("=Q7q64x", *v[:8]) for v in values]  # as tensor_map.cuh says
         self._emulated.launch(grid, threads, given, shared_bytes=shared, cluster=cluster, buffers=buffers, order=order)
 

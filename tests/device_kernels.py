@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -54,14 +55,19 @@ def emulate(
     maps: Sequence[Map | None] = (),
 ) -> np.ndarray:
     """Runs a kernel of parameters (inputs..., out, scalars..., maps...) on the CPU; returns `out`. None is a map of
-    nothing."""
+    nothing. There are as many blocks as the grid says, or a cluster, if the text has larger ones."""
+    clusters = re.search(r"__cluster_dims__\((\d+)", source)
+    cluster = int(clusters[1]) if clusters else 1
+    grid = (max(grid[0], cluster), grid[1])
     kernel = build(source, name, include_dirs or nvrtc.helper_include_dirs())
     buffers = [Buffer(x.ctypes.data, x.nbytes, f"input{i}", False) for i, x in enumerate(inputs)]
     buffers.append(Buffer(out.ctypes.data, out.nbytes, "out"))
     boxes = [None if m is None else m.boxes(buffers[m.input].address) for m in maps]
     structs = [bytes(128) if b is None else struct.pack("=Q7q64x", *b[:8]) for b in boxes]  # as tensor_map.cuh says
     args = [*(b.address for b in buffers), *scalars, *structs]
-    kernel.launch((*grid, 1), (block, 1, 1), args, shared_bytes=shared_bytes, buffers=buffers, order=order)
+    kernel.launch(
+        (*grid, 1), (block, 1, 1), args, shared_bytes=shared_bytes, cluster=cluster, buffers=buffers, order=order
+    )
     return out
 
 

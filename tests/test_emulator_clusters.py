@@ -92,6 +92,41 @@ def test_threads_that_have_ended_are_not_waited_for() -> None:
         assert out.reshape(3, 8).sum(1).tolist() == [8, 0, 8]
 
 
+INIT = "moesaic_emulate_mbarrier_init(&barrier, {});"
+ARRIVE_IN = "moesaic_emulate_mbarrier_arrive_in(&barrier, {});"
+
+
+@pytest.mark.parametrize("memory", ["__shared__ alignas(16) int", "MOESAIC_DYNAMIC_SHARED(int, dynamic); int* const"])
+def test_what_a_block_is_sent_counts_for_its_barrier(memory: str) -> None:
+    """Each block of 4 sends four numbers to the next, which waits for their bytes and for an arrival of each block."""
+    place = "table[4];" if memory.startswith("__shared__") else "table = dynamic;"
+    kernel = compile_kernel(
+        f"""
+        {memory} {place}
+        __shared__ unsigned long long barrier;
+        const unsigned rank = blockIdx.x % 4;
+        if (threadIdx.x == 0) {INIT.format(5)}
+        {ARRIVE} {WAIT}
+        if (threadIdx.x == 3) {{
+          moesaic_emulate_mbarrier_arrive(&barrier, 16);
+          for (int other = 0; other < 4; ++other) {ARRIVE_IN.format("other")}
+          alignas(16) const int sent[4] = {{(int)rank, 10, 20, 30}};
+          moesaic_emulate_mbarrier_store_in(&barrier, table, sent, 16, (rank + 1) % 4);
+        }}
+        moesaic_emulate_mbarrier_wait(&barrier, 0);
+        out[blockIdx.x * 8 + threadIdx.x] = table[threadIdx.x % 4];
+        {ARRIVE} {WAIT}
+        """,
+        "int* out",
+    )
+    for order in ORDERS:
+        shape = {"grid": 8, "block": 8, "cluster": 4, "shared_bytes": 16}
+        found = run(kernel, np.zeros(64, np.int32), order=order, **shape)  # type: ignore[arg-type]
+        out = found.reshape(8, 2, 4)
+        assert out[:, :, 0].T.tolist() == [[3, 0, 1, 2] * 2] * 2
+        assert (out[:, :, 1:] == [10, 20, 30]).all()
+
+
 def test_orders_find_a_missing_barrier() -> None:
     """Blocks that read too early find poison; those that write too early, others find it."""
     for kernel in (ring(before=""), ring(after="__syncthreads();")):
@@ -123,13 +158,19 @@ def results_or_reports(kernel: EmulatedKernel) -> list[np.ndarray | str]:
             "shared memory of block 0 of the cluster, which has ended",
         ),
         (
+            f"if (threadIdx.x == 0) {INIT.format(1)} if (blockIdx.x == 1) {ARRIVE_IN.format(0)}",
+            "shared memory of block 0 of the cluster, which has ended",
+        ),
+        (ARRIVE_IN.format(1), "an mbarrier of another block that nobody has set up"),
+        (
             f"if (blockIdx.x == 0 && threadIdx.x == 0) __syncthreads(); {ARRIVE} {WAIT}",
             "wait at the barrier of the cluster (63 of 64 threads arrived)",
         ),
     ],
 )
 def test_what_a_gpu_would_not_forgive(body: str, reported: str) -> None:
-    kernel = compile_kernel(f"__shared__ int table[1]; table[0] = 1;\n{body}", "int* out")
+    shared = "__shared__ int table[1]; __shared__ unsigned long long barrier; table[0] = 1;"
+    kernel = compile_kernel(f"{shared}\n{body}", "int* out")
     report = failure(kernel, np.zeros(64, np.int32), grid=2, block=32, cluster=2)
     assert reported in report and "kernel.cu" in report
 

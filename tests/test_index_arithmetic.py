@@ -92,7 +92,15 @@ def launch(step: Step, operands: Sequence[torch.Tensor], types: Sequence[TensorT
         for i, t in enumerate(operands)
     ]
     emulated = build(moved(kernel, at), kernel.symbol, nvrtc.helper_include_dirs())
-    emulated.launch((1, 1, 1), (kernel.threads, 1, 1), values, shared_bytes=kernel.shared_bytes, buffers=buffers)
+    size = kernel.cluster
+    emulated.launch(
+        (size, 1, 1),
+        (kernel.threads, 1, 1),
+        values,
+        shared_bytes=kernel.shared_bytes,
+        cluster=size,
+        buffers=buffers,
+    )
 
 
 def moved(kernel: GeneratedKernel, at: Place) -> str:

@@ -101,13 +101,15 @@ def take(run: Run, counts: list[int], *, pair: int, counted: bool, blocks: int, 
 
 
 @pytest.mark.emulate
+@pytest.mark.parametrize("pair", [1, 2])
 @pytest.mark.parametrize("counts", COUNTS, ids=lambda counts: str(sum(counts)))
-def test_every_item_is_taken_once(counts: list[int]) -> None:
+def test_every_item_is_taken_once(counts: list[int], pair: int) -> None:
     for order in (FORWARD, REVERSE, 1):
-        for blocks in (1, 4):
-            in_turn = take(emulate, counts, pair=1, counted=False, blocks=blocks, order=order)
-            taken = take(emulate, counts, pair=1, counted=True, blocks=blocks, order=order)
-            assert {len(items) for items in in_turn} <= {sum(map(len, in_turn)) // blocks + n for n in (0, 1)}
+        for pairs in (1, 4):
+            blocks = pairs * pair
+            in_turn = take(emulate, counts, pair=pair, counted=False, blocks=blocks, order=order)
+            taken = take(emulate, counts, pair=pair, counted=True, blocks=blocks, order=order)
+            assert {len(items) for items in in_turn} <= {sum(map(len, in_turn)) // pairs + n for n in (0, 1)}
             assert [items[:2] for items in taken] == [items[:2] for items in in_turn]
 
 
@@ -130,11 +132,14 @@ WAITS = (
     "mbarrier_wait(&memory().told[slot], seen_ / kSlots % 2);",
     "if (blockIdx.x % kPair == 0 && next_ == last) store_one(counter_, 0);",
 )
+ANNOUNCED = "if constexpr (kPair == 2) mbarrier_arrive_and_expect(told, sizeof(QueuedItem));"
 
 
 @pytest.mark.emulate
-@pytest.mark.parametrize("wait", WAITS)
-def test_a_missing_wait_shows(wait: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("wait", "pair"), [*((wait, 1) for wait in WAITS), *((wait, 2) for wait in (*WAITS, ANNOUNCED))]
+)
+def test_a_missing_wait_shows(wait: str, pair: int, tmp_path: Path) -> None:
     (helpers,) = nvrtc.helper_include_dirs()
     shutil.copytree(helpers, tmp_path, dirs_exist_ok=True)
     header = tmp_path / "moesaic" / "items.cuh"
@@ -144,7 +149,7 @@ def test_a_missing_wait_shows(wait: str, tmp_path: Path) -> None:
 
     def is_wrong(order: int) -> bool:
         try:
-            take(emulate, COUNTS[0], pair=1, counted=True, blocks=2, order=order, include_dirs=[tmp_path])
+            take(emulate, COUNTS[0], pair=pair, counted=True, blocks=4, order=order, include_dirs=[tmp_path])
         except (AssertionError, EmulationError):
             return True
         return False

@@ -358,7 +358,6 @@ def test_who_computes_what_follows_sums() -> None:
         assert len(tickets) == 1  # who sets it to 0, and who counts it up
         waits = "sync_cluster" in finish.source
         assert waits == (f"__cluster_dims__({finish.cluster}, 1, 1)" in finish.source)
-        assert finish.emulates_cluster == (finish.cluster > 1)
         return finish.cluster, finish.blocks, waits, tickets == {True}
 
     assert finish(128) == (8, 8, True, False)  # 4 tiles of counts, 4 of scores
@@ -452,7 +451,7 @@ def test_who_gets_by_with_one_launch() -> None:
             made += [kernel.symbol.partition("_")[2] for kernel in executable.kernels]
             if rule == "fewest":
                 [rows] = [kernel for kernel in executable.kernels if kernel.cluster > 1 and "rows" in kernel.symbol]
-                assert (rows.grid, rows.blocks, rows.cluster, rows.emulates_cluster) == ("fixed", 8, 8, True)
+                assert (rows.grid, rows.blocks, rows.cluster) == ("fixed", 8, 8)
                 assert "__cluster_dims__(kBlocks, 1, 1)" in rows.source and "sync_cluster" in rows.source
                 assert not any(word in rows.source for word in ("ticket", "partial", "[B, "))
                 partial = [b for b in executable.plan.buffers if str(b.type.leading).startswith("B")]

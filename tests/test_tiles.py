@@ -115,6 +115,7 @@ def test_default_mma_tiles(run: Run, case: Case) -> None:
 SMALL_MMA = Case("MmaTile", "bf16", 64, 128, 32, 3, 1, False, True, 16, 16, 128)
 SMALL_WGMMA = Case("WgmmaTile", "bf16", 128, 64, 64, 3, 1, False, True, 16, 16, 384, "lines", "boxes")
 SMALL_PINGPONG = dataclasses.replace(SMALL_WGMMA, m=64, pingpong=True)
+SMALL_PAIR = Case("WgmmaTile", "bf16", 64, 128, 64, 3, 1, False, True, 16, 16, 256, "boxes", "shared")
 DONE = "__syncthreads(); // whoever used shared memory before is done with it"
 COPIES_THERE = "copy_wait<Shape::kStages - 2>();"
 COPIED = "mbarrier_arrive_after_copies(full(stage_));"
@@ -155,6 +156,11 @@ BARRIERS: dict[str, tuple[str, ...]] = {
     "pingpong_over": ("tile_wgmma.cuh", "arrive_once(turn_of(1 - own_group()));"),
     "pingpong_passed": ("tile_wgmma.cuh", "stage_ += (depth + Shape::kK - 1) / Shape::kK;"),
     "pingpong_phase": ("tile_wgmma.cuh", "parity_ ^= stage_ / Shape::kStages % 2;"),
+    "pair_set_up": ("wgmma_stages.cuh", "{ sync_cluster(); } else {", "{ __syncthreads(); } else {"),
+    "pair_released": ("wgmma_stages.cuh", "if (lane < kPair)", "if (lane < 1)"),
+    "pair_released_by_one": ("wgmma_stages.cuh", "kOwners / 32 * kPair);", "kOwners / 32);"),
+    "pair_halves": ("wgmma_stages.cuh", "halves ? rank * (kBoxes / kPair) : 0;", "0;"),
+    "pair_over": ("wgmma_stages.cuh", "if constexpr (kPair == 2) sync_cluster();"),
 }
 
 
@@ -180,7 +186,7 @@ def test_a_missing_barrier_or_wait_shows(barrier: str, tmp_path: Path) -> None:
     text, count = re.subn(pattern, new[0] if new else ";", (tmp_path / "moesaic" / header).read_text())
     assert count == 1
     (tmp_path / "moesaic" / header).write_text(text)
-    tiles = {"mma": SMALL_MMA, "wgmma": SMALL_WGMMA, "pingpong": SMALL_PINGPONG}
+    tiles = {"mma": SMALL_MMA, "wgmma": SMALL_WGMMA, "pingpong": SMALL_PINGPONG, "pair": SMALL_PAIR}
     case = tiles.get(barrier.partition("_")[0], DEFAULT_SIMT)
     assert not any(is_wrong(case, order) for order in ORDERS)
     assert any(is_wrong(case, order, tmp_path) for order in ORDERS)

@@ -104,7 +104,6 @@ class _Program:
             by_sequence=bool(text.segments),
             shared_bytes=self.tables.shared_bytes,
             cluster=max(1, text.cluster),
-            emulates_cluster=text.cluster > 1,
             ops=fused_ops(text.region, text.name),
         )
 

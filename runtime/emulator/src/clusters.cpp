@@ -50,8 +50,7 @@ void cluster_wait(Site site) {
     dispatch(worker);
 }
 
-const void* in_block_of_cluster(const void* address, unsigned bytes, unsigned rank, Site site) {
-    check_shared(address, bytes, bytes, site);
+Worker& block_of_cluster(unsigned rank, Site site) {
     Worker& worker = this_worker();
     const Cluster& cluster = *worker.cluster;
     char message[160];
@@ -59,18 +58,32 @@ const void* in_block_of_cluster(const void* address, unsigned bytes, unsigned ra
         snprintf(message, sizeof message, "block %u of a cluster of %u", rank, cluster.size);
         fail(message, site);
     }
-    const Worker& other = *cluster.blocks[rank];
-    if (&other == &worker) return address;
+    Worker& other = *cluster.blocks[rank];
     if (other.alive == 0) {
         snprintf(message, sizeof message, "shared memory of block %u of the cluster, which has ended", rank);
         fail(message, site);
     }
+    return other;
+}
+
+const void* in_block_of_cluster(const void* address, unsigned bytes, unsigned rank, Site site) {
+    check_shared(address, bytes, bytes, site);
+    const Worker& worker = this_worker();
+    const Worker& other = block_of_cluster(rank, site);
+    if (&other == &worker) return address;
     const auto* at = static_cast<const unsigned char*>(address);
     const auto offset = static_cast<std::size_t>(at - worker.view.dynamic_shared);
     if (at >= worker.view.dynamic_shared && offset < worker.view.dynamic_shared_bytes) {
         return other.view.dynamic_shared + offset;
     }
     return other.own_static_shared.get() + (at - worker.static_shared);
+}
+
+std::uintptr_t address_at_home(const Worker& worker, const void* address) {
+    const auto* at = static_cast<const unsigned char*>(address);
+    const unsigned char* const kept = worker.own_static_shared.get();
+    const bool away = kept != nullptr && at >= kept && at < kept + worker.static_shared_bytes;
+    return reinterpret_cast<std::uintptr_t>(away ? worker.static_shared + (at - kept) : at);
 }
 
 }  // namespace moesaic_emulate

@@ -28,18 +28,29 @@ Barrier& barrier_at(void* address, Site site) {
     return barrier;
 }
 
+// What lies at the same place in block `rank` of the cluster.
+unsigned char* there(const void* address, unsigned bytes, unsigned rank, Site site) {
+    return static_cast<unsigned char*>(const_cast<void*>(in_block_of_cluster(address, bytes, rank, site)));
+}
+Barrier& barrier_there(const void* address, unsigned rank, Site site) {
+    unsigned char* const at = there(address, 8, rank, site);
+    if (is_poison(at, 8)) fail("an mbarrier of another block that nobody has set up", site);
+    return *reinterpret_cast<Barrier*>(at);
+}
+
 // Ends the phase if nothing is left of it, and lets those go on who wait for that.
 void complete(Worker& worker, Barrier& barrier) {
     if (barrier.pending != 0 || barrier.bytes != 0) return;
     barrier.pending = barrier.expected;
     barrier.phase ^= 1u;
+    const std::uintptr_t at = address_at_home(worker, &barrier);
     for (unsigned w = 0; w < worker.warp_count; ++w) {
         Warp& warp = worker.warps[w];
         unsigned released = 0;
         for (unsigned lanes = warp.alive; lanes != 0; lanes &= lanes - 1) {
             const unsigned index = static_cast<unsigned>(__builtin_ctz(lanes));
             Lane& lane = warp.lanes[index];
-            if (lane.state != LaneState::AtMbarrier || lane.value != reinterpret_cast<std::uintptr_t>(&barrier)) continue;
+            if (lane.state != LaneState::AtMbarrier || lane.value != at) continue;
             if (lane.mask == barrier.phase) continue;
             lane.state = LaneState::Ready;
             released |= 1u << index;
@@ -95,9 +106,10 @@ void arrive_by_itself(Worker& worker, Barrier& barrier) {
 }
 
 bool somebody_waits(const Worker& worker, const Barrier& barrier) {
+    const std::uintptr_t at = address_at_home(worker, &barrier);
     for (unsigned t = 0; t < worker.thread_count; ++t) {
         const Lane& lane = worker.lanes[t];
-        if (lane.state == LaneState::AtMbarrier && lane.value == reinterpret_cast<std::uintptr_t>(&barrier)) return true;
+        if (lane.state == LaneState::AtMbarrier && lane.value == at) return true;
     }
     return false;
 }
@@ -107,6 +119,17 @@ void remember(Worker& worker, const PendingArrival& arrival, Site site) {
         fail("more arrivals under way than the emulator keeps: is a wait missing?", site);
     }
     worker.arrivals[worker.arrival_count++] = arrival;
+}
+
+void check_box(const void* shared, unsigned rows, unsigned line_bytes, Site site) {
+    if (line_bytes != 128) fail("a box with the 128-byte swizzle has lines of 128 bytes", site);
+    check_shared(shared, rows * line_bytes, 1024, site);
+}
+
+void ask_for(Worker& worker, Barrier& barrier, const PendingBox& box, Site site) {
+    poison(box.shared, static_cast<std::size_t>(box.rows) * box.line_bytes);
+    remember(worker, {&barrier, nullptr, 0, box, site}, site);
+    if (somebody_waits(worker, barrier)) arrive_by_itself(worker, barrier);
 }
 
 }  // namespace
@@ -121,6 +144,19 @@ void mbarrier_arrive(void* address, unsigned bytes, Site site) {
     Barrier& barrier = barrier_at(address, site);
     barrier.bytes = barrier.bytes + static_cast<std::int32_t>(bytes);
     arrive(this_worker(), barrier, site);
+    yield_lane(false);
+}
+
+void mbarrier_arrive_in(void* address, unsigned rank, Site site) {
+    arrive(block_of_cluster(rank, site), barrier_there(address, rank, site), site);
+    yield_lane(false);
+}
+
+void mbarrier_store_in(void* address, void* to, const void* value, unsigned bytes, unsigned rank, Site site) {
+    Barrier& barrier = barrier_there(address, rank, site);
+    std::memcpy(there(to, bytes, rank, site), value, bytes);
+    barrier.bytes = barrier.bytes - static_cast<std::int32_t>(bytes);
+    complete(block_of_cluster(rank, site), barrier);
     yield_lane(false);
 }
 
@@ -151,15 +187,20 @@ void mbarrier_wait(void* address, unsigned parity, Site site) {
 
 void copy_box(void* shared, const void* global, unsigned rows, unsigned line_bytes, long long row_bytes, int valid_rows,
               int valid_bytes, void* address, Site site) {
-    Worker& worker = this_worker();
-    if (line_bytes != 128) fail("a box with the 128-byte swizzle has lines of 128 bytes", site);
-    check_shared(shared, rows * line_bytes, 1024, site);
-    Barrier& barrier = barrier_at(address, site);
-    const PendingBox box = {static_cast<unsigned char*>(shared), static_cast<const unsigned char*>(global), rows,
-                            line_bytes, row_bytes, valid_rows, valid_bytes};
-    poison(box.shared, static_cast<std::size_t>(rows) * line_bytes);
-    remember(worker, {&barrier, nullptr, 0, box, site}, site);
-    if (somebody_waits(worker, barrier)) arrive_by_itself(worker, barrier);
+    check_box(shared, rows, line_bytes, site);
+    ask_for(this_worker(), barrier_at(address, site),
+            {static_cast<unsigned char*>(shared), static_cast<const unsigned char*>(global), rows, line_bytes, row_bytes,
+             valid_rows, valid_bytes},
+            site);
+}
+
+void copy_box_in(void* shared, const void* global, unsigned rows, unsigned line_bytes, long long row_bytes, int valid_rows,
+                 int valid_bytes, void* address, unsigned rank, Site site) {
+    check_box(shared, rows, line_bytes, site);
+    ask_for(block_of_cluster(rank, site), barrier_there(address, rank, site),
+            {there(shared, 1, rank, site), static_cast<const unsigned char*>(global), rows, line_bytes, row_bytes,
+             valid_rows, valid_bytes},
+            site);
 }
 
 // A box leaves as late as it can: when its lane waits for it. Whoever writes to its place before shows.

@@ -250,6 +250,11 @@ const PendingArrival* box_under_way(const Worker& worker);
 // clusters.cpp
 // Releases a barrier of the cluster where all threads that have not exited are at it.
 void release_cluster(Cluster& cluster);
+// Block `rank` of the cluster of this lane, which must not have ended.
+Worker& block_of_cluster(unsigned rank, Site site);
+// The address by which the lanes of a block know what lies in its shared memory: while another block runs, its static part
+// is kept elsewhere.
+std::uintptr_t address_at_home(const Worker& worker, const void* address);
 
 // report.cpp
 [[noreturn]] void report_lane(Worker& worker, const char* message, const Site* site, void* pc, void* frame);

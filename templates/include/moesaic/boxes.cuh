@@ -11,16 +11,29 @@
 
 namespace moesaic {
 
+#ifdef MOESAIC_EMULATE
+// A box in memory: the first element, lines and bytes of a line, and how many of them the matrix has.
+struct EmulatedBox {
+  const unsigned char* first;
+  int lines, line_bytes, rows, bytes;
+
+  EmulatedBox(const TensorMap& map, int column, int row, int matrix)
+      : first(map.address + matrix * map.matrix_bytes + row * map.row_bytes + column * 2ll),
+        lines(static_cast<int>(map.box_rows)),
+        line_bytes(static_cast<int>(map.box_columns * 2)),
+        rows(static_cast<int>(at_most(map.rows - row, map.box_rows))),
+        bytes(static_cast<int>(at_most(map.columns - column, map.box_columns) * 2)) {
+    if (column % 8 != 0) moesaic_emulate_fail("a box begins at a column that is no multiple of 8");
+  }
+};
+#endif
+
 // The box whose first element is (column, row) of a matrix, to `shared`, aligned to 1024 bytes.
 __device__ __forceinline__ void copy_box(void* shared, const TensorMap& map, int column, int row, int matrix,
                                          Mbarrier* barrier) {
 #ifdef MOESAIC_EMULATE
-  if (column % 8 != 0) moesaic_emulate_fail("a box begins at a column that is no multiple of 8");
-  const long long offset = matrix * map.matrix_bytes + row * map.row_bytes + column * 2ll;
-  const long long rows = map.rows - row, columns = map.columns - column;
-  moesaic_emulate_copy_box(shared, map.address + offset, static_cast<int>(map.box_rows),
-                           static_cast<int>(map.box_columns * 2), map.row_bytes, static_cast<int>(at_most(rows, map.box_rows)),
-                           static_cast<int>(at_most(columns, map.box_columns) * 2), barrier);
+  const EmulatedBox box(map, column, row, matrix);
+  moesaic_emulate_copy_box(shared, box.first, box.lines, box.line_bytes, map.row_bytes, box.rows, box.bytes, barrier);
 #else
   asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
                "[%0], [%1, {%2, %3, %4}], [%5];"
@@ -34,7 +47,10 @@ __device__ __forceinline__ void copy_box(void* shared, const TensorMap& map, int
 __device__ __forceinline__ void copy_box_to_pair(void* shared, const TensorMap& map, int column, int row, int matrix,
                                                  Mbarrier* barrier) {
 #ifdef MOESAIC_EMULATE
-  copy_box(shared, map, column, row, matrix, barrier);
+  const EmulatedBox box(map, column, row, matrix);
+  for (int rank = 0; rank < 2; ++rank) {
+    moesaic_emulate_copy_box_in(shared, box.first, box.lines, box.line_bytes, map.row_bytes, box.rows, box.bytes, barrier, rank);
+  }
 #else
   asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
                "[%0], [%1, {%2, %3, %4}], [%5], %6;"
@@ -50,13 +66,8 @@ __device__ __forceinline__ void copy_box_to_pair(void* shared, const TensorMap& 
 // have written to `shared` needs `shared_to_async_proxy` by each, and a barrier, before.
 __device__ __forceinline__ void store_box(const void* shared, const TensorMap& map, int column, int row, int matrix) {
 #ifdef MOESAIC_EMULATE
-  if (column % 8 != 0) moesaic_emulate_fail("a box begins at a column that is no multiple of 8");
-  const long long offset = matrix * map.matrix_bytes + row * map.row_bytes + column * 2ll;
-  const long long rows = map.rows - row, columns = map.columns - column;
-  moesaic_emulate_store_box(shared, const_cast<unsigned char*>(map.address) + offset,
-                            static_cast<int>(map.box_columns * 2), map.row_bytes,
-                            static_cast<int>(at_most(rows, map.box_rows)),
-                            static_cast<int>(at_most(columns, map.box_columns) * 2));
+  const EmulatedBox box(map, column, row, matrix);
+  moesaic_emulate_store_box(shared, const_cast<unsigned char*>(box.first), box.line_bytes, map.row_bytes, box.rows, box.bytes);
 #else
   asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3}], [%4];"
                :: "l"(&map), "r"(column), "r"(row), "r"(matrix),

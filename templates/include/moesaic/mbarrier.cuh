@@ -52,8 +52,7 @@ __device__ __forceinline__ void mbarrier_arrive_after_copies(Mbarrier* barrier) 
 // would wait for all of the thread's memory traffic: whoever arrives has only read.
 __device__ __forceinline__ void mbarrier_arrive_in(Mbarrier* barrier, int rank) {
 #ifdef MOESAIC_EMULATE
-  (void)rank;  // clusters have one block there
-  moesaic_emulate_mbarrier_arrive(barrier, 0);
+  moesaic_emulate_mbarrier_arrive_in(barrier, rank);
 #else
   asm volatile("{.reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;\n"
                "mbarrier.arrive.shared::cluster.b64 _, [there];}"
@@ -68,8 +67,7 @@ template <typename T>
 __device__ __forceinline__ void mbarrier_store_in(Mbarrier* barrier, T* address, const T& value, int rank) {
   static_assert(sizeof(T) == 16, "four registers");
 #ifdef MOESAIC_EMULATE
-  (void)barrier, (void)address, (void)value, (void)rank;
-  moesaic_emulate_fail("pairs of blocks run on a GPU alone");
+  moesaic_emulate_mbarrier_store_in(barrier, address, &value, sizeof(T), rank);
 #else
   unsigned words[4];
   memcpy(words, &value, sizeof(words));

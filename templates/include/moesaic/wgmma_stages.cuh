@@ -166,12 +166,8 @@ class WgmmaStages {
   static_assert(kLeft != Fetch::kShared || kRight != Fetch::kShared, "a pair has one operand in common");
 
  public:
-  // Blocks that fetch for each other. The emulator runs blocks one by one.
-#ifdef MOESAIC_EMULATE
-  static constexpr int kPair = 1;
-#else
+  // Blocks that fetch for each other.
   static constexpr int kPair = kLeft == Fetch::kShared || kRight == Fetch::kShared ? 2 : 1;
-#endif
   static constexpr int kWorkers = Shape::kThreads - kFetchThreads;  // threads that multiply
   static constexpr int kGroups = kWorkers / 128;
   static constexpr int kOwners = kOwners_;  // threads that share a tile

@@ -126,11 +126,20 @@ MOESAIC_EMULATE_API void mbarrier_init(void* barrier, unsigned arrivals, Site si
 MOESAIC_EMULATE_API void mbarrier_arrive(void* barrier, unsigned bytes, Site site);
 MOESAIC_EMULATE_API void mbarrier_arrive_after_copies(void* barrier, Site site);
 MOESAIC_EMULATE_API void mbarrier_wait(void* barrier, unsigned parity, Site site);
+// The same place in block `rank` of the cluster, which must not have ended: an arrival; a value, whose bytes count for the
+// barrier there.
+MOESAIC_EMULATE_API void mbarrier_arrive_in(void* barrier, unsigned rank, Site site);
+MOESAIC_EMULATE_API void mbarrier_store_in(void* barrier, void* address, const void* value, unsigned bytes, unsigned rank,
+                                           Site site);
 
 // A box that the copy engine brings: `rows` lines of `line_bytes`, swizzled; zeros beyond the valid rows and bytes. The
-// barrier counts its bytes when it is there.
+// barrier counts its bytes when it is there. The other function brings it to the same place in block `rank` of the cluster,
+// whose barrier counts it.
 MOESAIC_EMULATE_API void copy_box(void* shared, const void* global, unsigned rows, unsigned line_bytes, long long row_bytes,
                                   int valid_rows, int valid_bytes, void* barrier, Site site);
+MOESAIC_EMULATE_API void copy_box_in(void* shared, const void* global, unsigned rows, unsigned line_bytes,
+                                     long long row_bytes, int valid_rows, int valid_bytes, void* barrier, unsigned rank,
+                                     Site site);
 
 // A box that the copy engine takes from shared to global memory: what is valid of it. Stores are in groups of this lane;
 // until the wait that covers a store, shared memory may not change.

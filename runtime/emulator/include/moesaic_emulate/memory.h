@@ -49,12 +49,26 @@ inline void moesaic_emulate_mbarrier_wait(void* barrier, unsigned parity,
                                           moesaic_emulate_site site = moesaic_emulate_site::here()) {
     ::moesaic_emulate::mbarrier_wait(barrier, parity, site);
 }
+inline void moesaic_emulate_mbarrier_arrive_in(void* barrier, unsigned rank,
+                                               moesaic_emulate_site site = moesaic_emulate_site::here()) {
+    ::moesaic_emulate::mbarrier_arrive_in(barrier, rank, site);
+}
+inline void moesaic_emulate_mbarrier_store_in(void* barrier, void* address, const void* value, unsigned bytes,
+                                              unsigned rank,
+                                              moesaic_emulate_site site = moesaic_emulate_site::here()) {
+    ::moesaic_emulate::mbarrier_store_in(barrier, address, value, bytes, rank, site);
+}
 inline void moesaic_emulate_copy_box(void* shared, const void* global, unsigned rows, unsigned line_bytes,
                                      long long row_bytes, int valid_rows, int valid_bytes, void* barrier,
                                      moesaic_emulate_site site = moesaic_emulate_site::here()) {
     ::moesaic_emulate::copy_box(shared, global, rows, line_bytes, row_bytes, valid_rows, valid_bytes, barrier, site);
 }
-
+inline void moesaic_emulate_copy_box_in(void* shared, const void* global, unsigned rows, unsigned line_bytes,
+                                        long long row_bytes, int valid_rows, int valid_bytes, void* barrier,
+                                        unsigned rank, moesaic_emulate_site site = moesaic_emulate_site::here()) {
+    ::moesaic_emulate::copy_box_in(shared, global, rows, line_bytes, row_bytes, valid_rows, valid_bytes, barrier, rank,
+                                   site);
+}
 inline void moesaic_emulate_store_box(const void* shared, void* global, unsigned line_bytes, long long row_bytes,
                                       int valid_rows, int valid_bytes,
                                       moesaic_emulate_site site = moesaic_emulate_site::here()) {
