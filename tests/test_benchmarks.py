@@ -442,6 +442,7 @@ def models(tmp_path: Path) -> Callable[..., Any]:
     """Runs sections of a tiny model on the CPU; gives the bench, and what was written of it."""
     pytest.importorskip("transformers")
     import models
+    import models_bench
     from timing import Machine
 
     def run(*arguments: str) -> Any:
@@ -449,7 +450,7 @@ def models(tmp_path: Path) -> Callable[..., Any]:
             [*arguments, "--shape", "tiny", "--batch", "2", "--length", "13", "--served", "1,5", "--budget", "0"]
         )
         Counting.made, InTurn.captured = 0, []
-        made = models.Bench(args, device="cpu", timers=InTurn, shared=lambda: None, compiler="eager")
+        made = models_bench.Bench(args, device="cpu", timers=InTurn, shared=lambda: None, compiler="eager")
         made.run()
         args.out = str(tmp_path / "numbers.json")
         models.write_json(args, Machine(), made)
@@ -497,7 +498,7 @@ def test_blocks_of_a_model(models: Callable[..., Any], capsys: pytest.CaptureFix
 def test_wrong_experts_of_a_model_are_not_timed(
     section: str, models: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import models as benchmark
+    import models_bench as benchmark
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     register = benchmark.mo.hf.register
@@ -519,13 +520,13 @@ def test_wrong_experts_of_a_model_are_not_timed(
 
 def test_calls_between_events_on_a_false_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
-    import models
+    import models_bench
 
     gpu = FalseGpu()
-    monkeypatch.setattr(models, "torch", SimpleNamespace(cuda=gpu))
+    monkeypatch.setattr(models_bench, "torch", SimpleNamespace(cuda=gpu))
 
     def call(i: int) -> None:
         gpu.us += 250
 
-    timer = models.EventTimer(call)
+    timer = models_bench.EventTimer(call)
     assert timer.replay_ms == 0.25 and timer.burst(1.0) == [250.0] * 4
