@@ -43,7 +43,7 @@ import sys
 from collections.abc import Sequence
 
 import torch
-from experts_bench import Bench, Clock
+from experts_bench import Bench
 from experts_cases import (
     ROUTINGS,
     check,
@@ -57,6 +57,7 @@ from experts_cases import (
 from experts_options import parse_arguments, tokens_of
 from experts_views import print_planned_memory, run_dry, run_resources
 from timing import (
+    Clock,
     Machine,
     measure_machine,
 )

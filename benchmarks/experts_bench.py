@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +26,6 @@ from experts_cases import (
     make_matrices,
     make_picks,
     ours,
-    short,
     transformers,
 )
 from experts_kernels import record
@@ -48,11 +46,13 @@ from experts_rows import (
 from experts_views import print_planned_memory
 from timing import (
     Bursts,
+    Clock,
     GraphTimer,
     Machine,
     Shared,
     host_us,
     in_turn,
+    short,
 )
 from torch import Tensor
 
@@ -61,32 +61,6 @@ from moesaic.ir import environment
 
 _HOST_TOKENS = 16
 _MOST_RESULTS = 4e9  # bytes of gradients of one set, above which there is one set only
-
-
-class Clock:
-    """The run's time and what of it torch.compile has taken."""
-
-    def __init__(self, budget: float, compile_budget: float) -> None:
-        self._start = time.monotonic()
-        self._budget = budget
-        self._compile_budget = compile_budget
-        self.compiling = 0.0
-
-    @property
-    def elapsed(self) -> float:
-        return time.monotonic() - self._start
-
-    @property
-    def over(self) -> bool:
-        return 0 < self._budget <= self.elapsed
-
-    @property
-    def may_compile(self) -> bool:
-        return self.compiling < self._compile_budget and not self.over
-
-    def say(self, text: str) -> None:
-        """A line of progress."""
-        print(f"[{self.elapsed:6.1f} s] {text}", file=sys.stderr, flush=True)
 
 
 Timers = Callable[[Callable[[int], object], int, Any], Bursts]

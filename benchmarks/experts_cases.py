@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from experts_bounds import Cost, Load, layer_cost
 from router_cases import WrongResult
+from timing import short
 from torch import Tensor
 
 import moesaic as mo
@@ -328,8 +329,3 @@ def _poison(case: Case, given: Inputs) -> None:
     held = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     block = torch.full((min(wanted, (free + held) // 2),), 0xFF, dtype=torch.uint8, device=given.x.device)
     del block
-
-
-def short(error: BaseException) -> str:
-    """The first line of an error."""
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:200]

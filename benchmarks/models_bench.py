@@ -11,12 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from experts_bench import Clock
-from experts_cases import short
 from models_cases import IMPLEMENTATIONS, LEFT_OUT, SHAPES, Inputs, furthest, left_out, with_experts
 from models_rows import Row, print_serving, print_serving_header, print_training
 from router_cases import WrongResult
-from timing import Bursts, GraphTimer, Shared, in_turn
+from timing import Bursts, Clock, GraphTimer, Shared, in_turn, short
 from torch import Tensor
 
 import moesaic as mo

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -31,6 +32,7 @@ __all__ = [
     "MOST_SETS",
     "Bursts",
     "Call",
+    "Clock",
     "GraphTimer",
     "Machine",
     "Shared",
@@ -41,6 +43,7 @@ __all__ = [
     "in_turn",
     "measure_machine",
     "sets_for",
+    "short",
     "summary",
 ]
 
@@ -171,3 +174,34 @@ def _output_of(command: Sequence[str]) -> str | None:
         return None
     lines = done.stdout.strip().splitlines()
     return lines[0].strip() if done.returncode == 0 and lines else None
+
+
+class Clock:
+    """The run's time and what of it torch.compile has taken."""
+
+    def __init__(self, budget: float, compile_budget: float) -> None:
+        self._start = time.monotonic()
+        self._budget = budget
+        self._compile_budget = compile_budget
+        self.compiling = 0.0
+
+    @property
+    def elapsed(self) -> float:
+        return time.monotonic() - self._start
+
+    @property
+    def over(self) -> bool:
+        return 0 < self._budget <= self.elapsed
+
+    @property
+    def may_compile(self) -> bool:
+        return self.compiling < self._compile_budget and not self.over
+
+    def say(self, text: str) -> None:
+        """A line of progress."""
+        print(f"[{self.elapsed:6.1f} s] {text}", file=sys.stderr, flush=True)
+
+
+def short(error: BaseException) -> str:
+    """The first line of an error."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:200]
