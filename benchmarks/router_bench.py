@@ -31,14 +31,27 @@ from moesaic.codegen.target import Target
 
 
 class Bench:
-    """Runs the variants on the first GPU."""
+    """Runs the variants on the first GPU.
 
-    def __init__(self, args: argparse.Namespace, machine: Machine, target: Target) -> None:
+    `device` and `timers` are for tests, which have no GPU: a clock of theirs, and the emulator.
+    """
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        machine: Machine,
+        target: Target,
+        *,
+        device: str = "cuda",
+        timers: type[GraphTimer] = GraphTimer,
+    ) -> None:
         self._args = args
+        self._device = device
+        self._timers = timers
         self._machine = machine
         self._target = target
         self._clock = Clock(args.budget, args.compile_budget)
-        self._generator = torch.Generator(device="cuda").manual_seed(args.seed)
+        self._generator = torch.Generator(device=device).manual_seed(args.seed)
         self._compiled: set[str] = set()
         self.rows: list[Row] = []
         self.wrong = 0
@@ -62,13 +75,15 @@ class Bench:
                     self.not_started += len(PASSES)
                 else:
                     self._variant_at(variant, tokens, routes)
-                torch.cuda.empty_cache()
+                if self._device == "cuda":
+                    torch.cuda.empty_cache()
 
     def _routes(self, variant: Variant) -> dict[str, Route]:
         case, outputs = variant.case, variant.outputs
         made: dict[str, Route] = {}
         if "ours" in self._args.only:
-            made["ours"] = case.ours(outputs, variant.dtype, "cuda", variant.passes)
+            backend = "cuda" if self._device == "cuda" else "emulate"
+            made["ours"] = case.ours(outputs, variant.dtype, backend, variant.passes)
         if "eager" in self._args.only:
             made["eager"] = case.eager(outputs)
         if "compile" in self._args.only and (not self._args.quick or (case.name, outputs) == ("128x8", "dense")):
@@ -115,7 +130,7 @@ class Bench:
                 def call(i: int, route: Route = route) -> object:
                     return run(route, inputs[i], bias)
 
-                timer = GraphTimer(call, len(inputs))
+                timer = self._timers(call, len(inputs))
                 if name == "ours":
                     ours = timer
                     samples = timer.sample(self._args.ms)
@@ -145,7 +160,8 @@ class Bench:
         start = time.monotonic()
         try:
             PASSES[row.which](route, inputs[0], bias)
-            torch.cuda.synchronize()
+            if self._device == "cuda":
+                torch.cuda.synchronize()
         finally:  # what fails takes its time too
             self._clock.compiling += time.monotonic() - start
         self._compiled.add(key)

@@ -1,4 +1,4 @@
-"""Benchmarks of experts and of models without a GPU: floors, checks, and the way of a run, with a false clock."""
+"""Benchmarks of routers, experts and models without a GPU: floors, checks, and the way of a run, with a false clock."""
 
 from __future__ import annotations
 
@@ -530,3 +530,86 @@ def test_calls_between_events_on_a_false_gpu(monkeypatch: pytest.MonkeyPatch) ->
 
     timer = models_bench.EventTimer(call)
     assert timer.replay_ms == 0.25 and timer.burst(1.0) == [250.0] * 4
+
+
+# Routers --------------------------------------------------------------------------------------------------------------
+
+
+class OfRouters(Counting):
+    """The same with what a benchmark of routers asks of a timer."""
+
+    def __init__(self, call: Callable[[int], Any], sets: int) -> None:
+        super().__init__(call, sets, None)
+
+    def sample(self, ms: float) -> list[float]:
+        return self.burst(ms)
+
+    def time(self, ms: float) -> Any:
+        from timing import summary
+
+        return summary(self.burst(ms), self.calls)
+
+
+def routers(*arguments: str) -> Any:
+    """Runs a small case on the emulator; gives the bench."""
+    import router
+    from router_bench import Bench
+    from timing import Machine
+
+    from moesaic.codegen.target import Target
+
+    args = router.parse_arguments([*arguments, "--cases", "8x2", "--dtype", "bf16", "--budget", "0"])
+    args.tokens = [5]
+    Counting.made = 0
+    made = Bench(args, replace(Machine(), l2_bytes=0), Target.default(), device="cpu", timers=OfRouters)
+    made.run()
+    return made
+
+
+def test_rows_of_routers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ours beside eager, each pass of each kind of outputs; the JSON has what the table has."""
+    from router_rows import write_json
+    from timing import Machine
+
+    made = routers("--only", "ours,eager")
+    said = capsys.readouterr().out
+    assert [(row.variant.outputs, row.which) for row in made.rows] == [
+        ("dense", "fwd"), ("dense", "fwd+bwd"), ("compact", "fwd"), ("compact", "fwd+bwd")
+    ]  # fmt: skip
+    assert [row.us("ours") for row in made.rows] == [1.0, 3.0, 5.0, 7.0]
+    assert [row.us("eager") for row in made.rows] == [2.0, 4.0, 6.0, 8.0]
+    assert not made.wrong and said.count("8x2") == 4 and "2.0x" in said
+    args = SimpleNamespace(json=str(tmp_path / "rows.json"))
+    write_json(args, Machine(), made.rows)  # type: ignore[arg-type]
+    rows = json.loads(Path(args.json).read_text())["rows"]
+    assert [(row["pass"], row["ours"]["us"]) for row in rows] == [
+        ("fwd", 1.0), ("fwd+bwd", 3.0), ("fwd", 5.0), ("fwd+bwd", 7.0)
+    ]  # fmt: skip
+
+
+def test_a_wrong_router_is_not_timed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    import router_bench
+    from router_cases import WrongResult
+
+    def found(*given: object) -> None:
+        raise WrongResult("weights are off")
+
+    monkeypatch.setattr(router_bench, "check", found)
+    made = routers("--only", "ours,eager", "--outputs", "dense")
+    assert made.wrong == 1
+    for row in made.rows:
+        assert row.cells["ours"] == "WRONG: weights are off" and row.us("eager")
+    assert "WRONG: weights are off" in capsys.readouterr().out
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize(
+    ("mode", "said"),
+    [("--dry-run", "8x2"), ("--check", "right"), ("--resources", "0 kernels use local memory")],
+)
+def test_views_of_routers(mode: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    import router
+
+    asked = [mode, "--cases", "8x2", "--dtype", "bf16", "--outputs", "dense", "--tokens", "4096"]
+    assert router.main(asked) == 0
+    assert said in capsys.readouterr().out
