@@ -45,7 +45,7 @@ from dataclasses import asdict
 import torch
 from models_bench import Bench
 from models_cases import IMPLEMENTATIONS, SHAPES
-from timing import Machine, measure_machine
+from timing import Machine, allow_recompiling, measure_machine
 
 SERVED = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
@@ -120,9 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("no GPU: nothing to time", file=sys.stderr)
         return 3
-    for name in ("recompile_limit", "cache_size_limit", "accumulated_recompile_limit"):
-        if hasattr(torch._dynamo.config, name):
-            setattr(torch._dynamo.config, name, 1024)  # parts share their code, which counts as recompiling
+    allow_recompiling()
     machine = measure_machine()
     machine.print()
     bench = Bench(args)

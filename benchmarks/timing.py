@@ -37,6 +37,7 @@ __all__ = [
     "Machine",
     "Shared",
     "Timing",
+    "allow_recompiling",
     "commit",
     "driver_version",
     "host_us",
@@ -205,3 +206,10 @@ class Clock:
 def short(error: BaseException) -> str:
     """The first line of an error."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:200]
+
+
+def allow_recompiling() -> None:
+    """Lets torch.compile compile what shares its code, as cases and parts do, as often as there are of them."""
+    for name in ("recompile_limit", "cache_size_limit", "accumulated_recompile_limit"):
+        if hasattr(torch._dynamo.config, name):
+            setattr(torch._dynamo.config, name, 1024)

@@ -115,6 +115,11 @@ class Queued:
         ]
 
 
+def order_over_experts(shape: ProductShape, find: str, count: str, counter: str) -> InTurn | Queued:
+    """In which order blocks take the items of all experts; see `Queued` for what is given."""
+    return Queued(find, count, counter) if shape.told else InTurn("int", count)
+
+
 def in_two_roles(items: InTurn | Queued, fetch: Sequence[str], multiply: Sequence[str], staged: bool) -> list[str]:
     """A kernel's body: both roles go over the same items, a pair of blocks having one at a time."""
     begin, end = (["  Staged staged(tile.staged());"], ["  staged.finish();"]) if staged else ([], [])

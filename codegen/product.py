@@ -10,7 +10,7 @@ from __future__ import annotations
 import math as python_math
 
 from moesaic.codegen.epilogue import TILE_NAMES, Epilogue, check_target
-from moesaic.codegen.fetching import Boxes, Fetch, InTurn, Queued, box_rows, in_two_roles, tile_type
+from moesaic.codegen.fetching import Boxes, Fetch, InTurn, Queued, box_rows, in_two_roles, order_over_experts, tile_type
 from moesaic.codegen.kernel import GeneratedKernel
 from moesaic.codegen.lines import STORAGE, Line, comment, fused_ops
 from moesaic.codegen.parameters import Parameters
@@ -279,9 +279,7 @@ class _Emitter:
         """In which order blocks take items."""
         if not self.grouped:
             return InTurn("long long", "items")
-        if self.shape.pingpong:  # a warpgroup finds its next tile while the other one multiplies
-            return InTurn("int", "first_item[kExperts]")
-        return Queued(self._found(), "first_item[kExperts]", self.parameters.counter())
+        return order_over_experts(self.shape, self._found(), "first_item[kExperts]", self.parameters.counter())
 
     def _found(self) -> str:
         """Where item `n` lies."""
@@ -319,7 +317,7 @@ class _Emitter:
                 "const int rows = item.idle ? 0 : next.rows - first_row;  // of the expert that are left",
             ]
         return [
-            *([f"const auto next = {self._found()};"] if self.shape.pingpong else []),
+            *([] if self.shape.told else [f"const auto next = {self._found()};"]),
             "const int expert = next.expert;",
             *tiles,
             "const auto item = moesaic::item_of<Tile::kPair>(next.number, Tile::rank(), row_tiles, kColumnTiles);",

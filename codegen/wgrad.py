@@ -13,7 +13,7 @@ import math as python_math
 
 from moesaic.codegen.elementwise import is_store_cast
 from moesaic.codegen.epilogue import TILE_NAMES, check_target
-from moesaic.codegen.fetching import Boxes, Fetch, InTurn, Queued, in_two_roles, tile_type
+from moesaic.codegen.fetching import Boxes, Fetch, InTurn, Queued, in_two_roles, order_over_experts, tile_type
 from moesaic.codegen.kernel import GeneratedKernel
 from moesaic.codegen.lines import STORAGE, Line, comment, fused_ops
 from moesaic.codegen.names import short_name
@@ -212,9 +212,7 @@ class _Emitter:
         """In which order blocks take items."""
         if not self.grouped:
             return InTurn("long long", "items")
-        if self.shape.pingpong:  # a warpgroup finds its next tile while the other one multiplies
-            return InTurn("int", "kExperts * kItems")
-        return Queued(self._found(), "kExperts * kItems", self.parameters.counter())
+        return order_over_experts(self.shape, self._found(), "kExperts * kItems", self.parameters.counter())
 
     def _found(self) -> str:
         """Where item `n` lies."""
@@ -231,15 +229,15 @@ class _Emitter:
         of_row, of_column = (
             " * Tile::kPair + Tile::rank()" if how is Fetch.SHARED else "" for how in (self.fetched[1], self.fetched[0])
         )
-        found = [f"const auto next = {self._found()};"] if self.grouped and self.shape.pingpong else []
-        queued = ["const int expert = next.expert;", "const int slots = next.rows;"]
-        queued.append("const long long first_slot = next.first_slot;")
+        found = [f"const auto next = {self._found()};"] if self.grouped and not self.shape.told else []
+        told = ["const int expert = next.expert;", "const int slots = next.rows;"]
+        told.append("const long long first_slot = next.first_slot;")
         return [
             *found,
             f"const int rest = {'next.number' if self.grouped else 'static_cast<int>(n % kItems)'};",
             f"const int first_row = (rest / kColumnItems{of_row}) * kTileRows;",
             f"const int first_column = (rest % kColumnItems{of_column}) * kTileColumns;",
-            *(queued if self.grouped else self._slots("n / kItems")),
+            *(told if self.grouped else self._slots("n / kItems")),
         ]
 
     def _fetch(self) -> list[str]:

@@ -41,12 +41,8 @@ def count_items(function: Function) -> None:
 
 
 def takes_by_count(op: Kernel) -> bool:
-    """Whether a kernel is a product over experts, with warps of its own that fetch and tiles of both warpgroups.
-
-    In turn, as warpgroups have tiles there, one of them waits for the next tile while the other is at the one before.
-    """
+    """Whether a kernel is a product over experts whose blocks are told their next tile, and has no count yet."""
     if op.template not in ("product", "wgrad") or op.region is None or op.counted:
         return False
     grouped = any(isinstance(inner, slot.GroupedLinear | slot.GroupedWgrad) for inner in op.region.ops)
-    shape = ProductShape.parse(op.configuration)
-    return grouped and shape.fetches and not shape.pingpong
+    return grouped and ProductShape.parse(op.configuration).told

@@ -127,6 +127,12 @@ class ProductShape:
         return self.tile in ("WgmmaTile", "SwappedTile")
 
     @property
+    def told(self) -> bool:
+        """Whether blocks of a product over experts are told their next item (``items.cuh``), and may take it by a
+        count. Of warpgroups that have tiles in turn, one finds its next tile while the other multiplies."""
+        return self.fetches and not self.pingpong
+
+    @property
     def swapped(self) -> bool:
         """Whether an expert's rows are shared out evenly among tiles, which have `rows` at most."""
         return self.tile == "SwappedTile"

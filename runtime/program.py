@@ -62,6 +62,7 @@ class Program:
         self._lowered: dict[str, Lowered] = {}
         self._differentiable: dict[tuple[str, ...], frozenset[str]] = {}
         self._executables: dict[tuple[str, str, str, tuple[int, ...], str, tuple[str, ...]], Executable] = {}
+        self._rules: dict[tuple[str, tuple[str, ...], str], str] = {}
         self._overrides: dict[str, Pass] = {p.name: p for p in parse_pipeline(passes)}
 
     @property
@@ -207,12 +208,16 @@ class Program:
         Where the fewest tokens have no kernel of their own, they are few: both buckets share what is made for one.
         """
         word = token_buckets.rule(bucket)
-        if word == "fewest":
-            function = self.planned(kind, cotangents).clone()
-            self.specialize(target, (), word).rewrite(function, {})
-            if not any(isinstance(op, ColFinish) for op in function.body.walk()):
-                return "few"
-        return word
+        if word != "fewest":
+            return word
+        key = (kind, cotangents, target)
+        with self._lock:
+            if key not in self._rules:
+                function = self.planned(kind, cotangents).clone()
+                self.specialize(target, (), word).rewrite(function, {})
+                merged = any(isinstance(op, ColFinish) for op in function.body.walk())
+                self._rules[key] = word if merged else "few"
+            return self._rules[key]
 
     def specialize(self, target: str, alignment: tuple[int, ...], tokens: str) -> Specialize:
         """The pass that configures kernels, with the options that this program was made with."""
