@@ -38,11 +38,11 @@ class CopiedOperand {
     }
   }
 
-  // Lines across the sum are others in every stage. `ask` for those of the steps after the ones from `first` on before their
-  // copies are started, `take` them after: the answer, which may be a token's number, takes its time.
+  // Lines across the sum are others in every stage. `ask` for those of the next one's steps, from `next` on, before copies of
+  // this one's are started, `take` them after: the answer, which may be a token's number, takes its time.
   template <class Row>
-  __device__ __forceinline__ void ask(const Row& row, int first, int depth, int extent) {
-    if constexpr (kAcross) next_.find_some(row, first + kK, depth, extent);
+  __device__ __forceinline__ void ask(const Row& row, int next, int depth, int extent) {
+    if constexpr (kAcross) next_.find_some(row, next, depth, extent);
   }
   __device__ __forceinline__ void take() {
     if constexpr (kAcross) chunks_ = next_;

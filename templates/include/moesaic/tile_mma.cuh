@@ -41,7 +41,7 @@ class MmaOperand {
   template <class Row>
   __device__ __forceinline__ void fetch(unsigned char* stage, const Row& row, int first, int depth, int extent) {
     copied_.fetch(stage, first, depth, extent, [](int line, int chunk) { return place(line, chunk); });
-    copied_.ask(row, first, depth, extent);
+    copied_.ask(row, first + kK, depth, extent);
     copied_.take();
   }
 

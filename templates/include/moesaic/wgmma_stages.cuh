@@ -35,12 +35,17 @@ struct Boxes {
 };
 
 // The same for an operand whose rows after the last step are others, which must count as zeros: rows that lie across the
-// sum. Its last steps, less than a stage of them, are fetched line by line.
+// sum. Steps that are less than a stage are fetched line by line.
 template <class Lines>
 struct BoxesAndLines {
   Boxes<64> boxes;
   Lines lines;
 };
+
+template <class Operand>
+constexpr bool kComesInBoth = false;
+template <class Lines>
+constexpr bool kComesInBoth<BoxesAndLines<Lines>> = true;
 
 // The steps of one operand in a stage: groups of lines of 128 bytes, swizzled.
 template <typename T, bool kAcross, int kRows, int kParts, int kAlign, int kFirstThread, Fetch kHow, int kPair>
@@ -56,18 +61,21 @@ class WgmmaOperand {
  public:
   static constexpr int kBytes = kParts * kRows * kSwizzledLine;
 
+  // Finds the lines of the first stage, which has the steps to `end`; of what comes in both ways, those of the one stage that
+  // is less than a whole one: the first, or the last.
   template <class Row>
-  __device__ __forceinline__ void find(const Row& row, int depth, int extent) {
-    copied_.find(row, 0, depth, extent);
+  __device__ __forceinline__ void find(const Row& row, int end, int, int extent) {
+    copied_.find(row, 0, end, extent);
   }
   template <int kBoxRows>
-  __device__ __forceinline__ void find(const Boxes<kBoxRows>&, int, int) {}
+  __device__ __forceinline__ void find(const Boxes<kBoxRows>&, int, int, int) {}
   template <class Lines>
-  __device__ __forceinline__ void find(const BoxesAndLines<Lines>& operand, int depth, int extent) {
-    copied_.find(operand.lines, depth / kK * kK, depth, extent);
+  __device__ __forceinline__ void find(const BoxesAndLines<Lines>& operand, int end, int depth, int extent) {
+    const bool is_first = end < kK;
+    copied_.find(operand.lines, is_first ? 0 : depth / kK * kK, is_first ? end : depth, extent);
   }
 
-  // How many bytes the copy engine brings for the steps from `first` on. Boxes past `extent` need not come.
+  // How many bytes the copy engine brings for the steps from `first` to `end`. Boxes past `extent` need not come.
   template <class Row>
   static __device__ __forceinline__ int boxed_bytes(const Row&, int, int, int) { return 0; }
   template <int kBoxRows>
@@ -76,16 +84,16 @@ class WgmmaOperand {
     return smaller(kRows / kBoxRows, (extent + kBoxRows - 1) / kBoxRows) * kBoxRows * kSwizzledLine;
   }
   template <class Lines>
-  static __device__ __forceinline__ int boxed_bytes(const BoxesAndLines<Lines>&, int first, int depth, int) {
-    return first + kK <= depth ? kBytes : 0;
+  static __device__ __forceinline__ int boxed_bytes(const BoxesAndLines<Lines>&, int first, int end, int) {
+    return first + kK <= end ? kBytes : 0;
   }
 
-  // Asks for the steps from `first` on: one thread for boxes, all for lines.
+  // Asks for the steps from `first` to `end`: one thread for boxes, all for lines.
   template <class Row>
   static __device__ __forceinline__ void fetch_boxes(unsigned char*, Mbarrier*, const Row&, int, int, int, bool) {}
   template <int kBoxRows>
   static __device__ __forceinline__ void fetch_boxes(unsigned char* stage, Mbarrier* full, const Boxes<kBoxRows>& boxes,
-                                                     int first, int /*depth*/, int extent, bool together) {
+                                                     int first, int /*end*/, int extent, bool together) {
     constexpr int kBox = kAcross ? 64 : kBoxRows;  // rows (columns) of the tile in a box
     constexpr int kBoxes = kParts * kRows / kBox;
     static_assert(kRows % kBox == 0, "boxes belong to one part");
@@ -110,23 +118,24 @@ class WgmmaOperand {
   }
   template <class Lines>
   static __device__ __forceinline__ void fetch_boxes(unsigned char* stage, Mbarrier* full,
-                                                     const BoxesAndLines<Lines>& operand, int first, int depth,
+                                                     const BoxesAndLines<Lines>& operand, int first, int end,
                                                      int extent, bool together) {
-    if (first + kK <= depth) fetch_boxes(stage, full, operand.boxes, first, depth, extent, together);
+    if (first + kK <= end) fetch_boxes(stage, full, operand.boxes, first, end, extent, together);
   }
 
   template <class Row>
-  __device__ __forceinline__ void fetch_lines(unsigned char* stage, const Row& row, int first, int depth, int extent) {
-    copied_.ask(row, first, depth, extent);
-    copy_lines(stage, first, depth, extent);
+  __device__ __forceinline__ void fetch_lines(unsigned char* stage, const Row& row, int first, int end, int depth,
+                                              int extent) {
+    copied_.ask(row, end, depth, extent);
+    copy_lines(stage, first, end, extent);
   }
   template <int kBoxRows>
-  __device__ __forceinline__ void fetch_lines(unsigned char*, const Boxes<kBoxRows>&, int, int, int) {}
+  __device__ __forceinline__ void fetch_lines(unsigned char*, const Boxes<kBoxRows>&, int, int, int, int) {}
   template <class Lines>
-  __device__ __forceinline__ void fetch_lines(unsigned char* stage, const BoxesAndLines<Lines>& operand, int first,
-                                              int depth, int extent) {
+  __device__ __forceinline__ void fetch_lines(unsigned char* stage, const BoxesAndLines<Lines>&, int first, int end, int,
+                                              int extent) {
     static_assert(kAcross, "lines along the sum end where the matrix does");
-    if (first + kK > depth) copy_lines(stage, first, depth, extent);
+    if (first + kK > end) copy_lines(stage, first, end, extent);
   }
 
   // Takes where the lines of the next stage lie, which `fetch_lines` has asked for.
@@ -147,8 +156,8 @@ class WgmmaOperand {
   static constexpr int kStepBytes = kAcross ? 16 * kSwizzledLine : 16 * static_cast<int>(sizeof(T));
 
  private:
-  __device__ __forceinline__ void copy_lines(unsigned char* stage, int first, int depth, int extent) {
-    copied_.fetch(stage, first, depth, extent, [](int line, int chunk) {
+  __device__ __forceinline__ void copy_lines(unsigned char* stage, int first, int end, int extent) {
+    copied_.fetch(stage, first, end, extent, [](int line, int chunk) {
       return kAcross ? chunk / 8 * kGroupBytes + swizzled(line, chunk % 8) : swizzled(line, chunk);
     });
   }
@@ -236,24 +245,29 @@ class WgmmaStages {
     const auto left_lines = lines_of(left_rows);
     Left left;
     Right right;
-    left.find(left_lines, depth, left_extent);
-    right.find(right_rows, depth, right_extent);
+    // A stage that is not whole comes line by line, which takes longer: first, there is time for it while the others are
+    // still busy with what follows the product before.
+    constexpr bool kShortFirst = Shape::kLeftAcross && Shape::kRightAcross &&
+                                 (kComesInBoth<LeftRows> || kComesInBoth<RightRows>);
+    int end = kShortFirst && depth > 0 ? (depth - 1) % Shape::kK + 1 : smaller(depth, Shape::kK);  // of the stage's steps
+    left.find(left_lines, end, depth, left_extent);
+    right.find(right_rows, end, depth, right_extent);
 #pragma unroll 1
-    for (int first = 0; first < depth; first += Shape::kK) {
+    for (int first = 0; first < depth; first = end, end = smaller(first + Shape::kK, depth)) {
       unsigned char* const stage = stages_ + stage_ * kStageBytes;
       mbarrier_wait(empty(stage_), parity_ ^ 1);
       if (kAsks && asks()) {
-        const int bytes = Left::boxed_bytes(left_lines, first, depth, left_extent) +
-                          Right::boxed_bytes(right_rows, first, depth, right_extent);
+        const int bytes = Left::boxed_bytes(left_lines, first, end, left_extent) +
+                          Right::boxed_bytes(right_rows, first, end, right_extent);
         mbarrier_arrive_and_expect(full(stage_), bytes);
-        Left::fetch_boxes(stage, full(stage_), left_lines, first, depth, left_extent, together);
-        Right::fetch_boxes(stage + Left::kBytes, full(stage_), right_rows, first, depth, right_extent, together);
+        Left::fetch_boxes(stage, full(stage_), left_lines, first, end, left_extent, together);
+        Right::fetch_boxes(stage + Left::kBytes, full(stage_), right_rows, first, end, right_extent, together);
       }
       if constexpr (kCopies) {
         // What comes line by line in every stage comes last: no branch between its question and the arrival.
-        if constexpr (kRight == Fetch::kLines) left.fetch_lines(stage, left_lines, first, depth, left_extent);
-        right.fetch_lines(stage + Left::kBytes, right_rows, first, depth, right_extent);
-        if constexpr (kRight != Fetch::kLines) left.fetch_lines(stage, left_lines, first, depth, left_extent);
+        if constexpr (kRight == Fetch::kLines) left.fetch_lines(stage, left_lines, first, end, depth, left_extent);
+        right.fetch_lines(stage + Left::kBytes, right_rows, first, end, depth, right_extent);
+        if constexpr (kRight != Fetch::kLines) left.fetch_lines(stage, left_lines, first, end, depth, left_extent);
         if constexpr (kStores) {
           copy_commit();
           copy_wait<0>();
