@@ -452,13 +452,12 @@ class _Emitter:
             "}",
             *epilogue.stores,
         ]
-        if self.staging is not None and self.shape.swapped:
-            lines += self.staging.leave_columns(self.parameters, compute)
-        elif self.staging is not None:
+        if self.staging is not None:
             where = [
                 "const int column = first_column + tile.column(j);",
                 "if (kColumns % Staged::kColumns != 0 && column >= kColumns) continue;",
             ]
+            where = [] if self.staging.turned else where
             lines += self.staging.leave(self.parameters, [*where, *compute], first, "0", "")
         else:
             lines += [*self._rows(place), *indented(epilogue.for_row, 2)]

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moesaic.codegen.lines import STORAGE
 from moesaic.codegen.parameters import Parameters
 from moesaic.codegen.render import indented
 from moesaic.ir.core import Block, OpResult, columns_of
 from moesaic.ir.ops import row, slot
-from moesaic.passes.product_shape import STAGED_ROWS, ProductShape, reads_columns
+from moesaic.passes.product_shape import STAGED_MATRIX_ROWS, STAGED_ROWS, ProductShape, reads_columns
 
-_ROWS = 64
 _GROUPS = 2
 _FORMS = ((64, 2), (32, 2), (64, 1), (32, 1))  # columns of a box, and buffers: to wait less, to send more at a time
 
@@ -35,13 +34,17 @@ class Staging:
         buffers: for each output.
         element: C++ type.
         rows: of a box.
+        turned: whether threads hold neighbouring rows of a column.
+        together: whether blocks of a box are put by fours; what is computed has to wait for them.
     """
 
     outputs: tuple[Output, ...]
     columns: int
     buffers: int
     element: str
-    rows: int = _ROWS
+    rows: int = STAGED_MATRIX_ROWS
+    turned: bool = False
+    together: bool = False
 
     @classmethod
     def of(
@@ -74,7 +77,7 @@ class Staging:
                 outputs.append(Output(index, "kColumns + box_column"))
         halves = any(columns_of(v) != columns for v in wide)
         if shape.swapped:
-            return cls._of_columns(tuple(outputs), elements[0], room)
+            return cls._of_columns(tuple(outputs), elements[0], STAGED_ROWS, room)
         return cls._fitting(tuple(outputs), elements[0], tile_columns, columns if halves else 0, room)
 
     @classmethod
@@ -85,8 +88,12 @@ class Staging:
         given = parameters.given(index)
         if not shape.fetches or given.type.dtype.bytes != 2 or columns_of(given) % 8 != 0:
             return None
-        output = Output(index, "box_column")
-        return cls._fitting((output,), STORAGE[given.type.dtype], tile_columns, 0, room)
+        output, element = Output(index, "box_column"), STORAGE[given.type.dtype]
+        if shape.swapped:
+            found = cls._of_columns((output,), element, STAGED_MATRIX_ROWS, room)
+        else:
+            found = cls._fitting((output,), element, tile_columns, 0, room)
+        return None if found is None else replace(found, together=True)
 
     @classmethod
     def _fitting(
@@ -101,9 +108,9 @@ class Staging:
         return None
 
     @classmethod
-    def _of_columns(cls, outputs: tuple[Output, ...], element: str, room: int) -> Staging | None:
+    def _of_columns(cls, outputs: tuple[Output, ...], element: str, rows: int, room: int) -> Staging | None:
         """The same for threads that hold neighbouring rows."""
-        forms = (cls(outputs, 64, buffers, element, STAGED_ROWS) for buffers in (2, 1))
+        forms = (cls(outputs, 64, buffers, element, rows, turned=True) for buffers in (2, 1))
         return next((form for form in forms if form.bytes <= room), None)
 
     @property
@@ -114,10 +121,11 @@ class Staging:
     @property
     def type(self) -> str:
         """The definition of ``Staged``."""
-        arguments = f"{self.element}, {self.columns}, {len(self.outputs)}, {self.buffers}"
-        if self.rows == _ROWS:
-            return f"moesaic::StagedBoxes<{arguments}>"
-        return f"moesaic::StagedColumns<{arguments}, {self.rows}>"
+        together = "true" if self.together else "false"
+        arguments = f"{self.element}, {self.columns}, {len(self.outputs)}, {self.buffers}, /*kTogether=*/{together}"
+        return (
+            f"moesaic::StagedColumns<{arguments}, {self.rows}>" if self.turned else f"moesaic::StagedBoxes<{arguments}>"
+        )
 
     def places(self, index: int) -> list[int]:
         """The numbers of the outputs that are parts of an operand."""
@@ -130,12 +138,15 @@ class Staging:
 
         Args:
             parameters: of the kernel.
-            compute: puts what is in row i and vector j, vector w of the box.
+            compute: puts what is in row i and vector j, vector w of the box; of threads that hold neighbouring rows,
+                what is in columns r of two and rows j of the tile, rows w of the box.
             first_row: of the operand, that the tile begins with.
             matrix: the number of the matrix.
             stride: elements between matrices; empty where there is one.
         """
-        lines = [
+        if self.turned:
+            return self._leave_turned(parameters, compute, first_row, matrix, stride)
+        return [
             "#pragma unroll",
             "for (int b = 0; b < Tile::kBlocks; ++b) {",
             "  const long long valid = rows - tile.first_row() - Staged::kRows * b;  // rows of the box",
@@ -161,15 +172,10 @@ class Staging:
             "  }",
             "}",
         ]
-        return lines
 
-    def leave_columns(self, parameters: Parameters, compute: Sequence[str]) -> list[str]:
-        """The same for threads that hold neighbouring rows of a column.
-
-        Args:
-            parameters: of the kernel.
-            compute: puts what is in columns r of two and rows j of the tile, rows w of the box.
-        """
+    def _leave_turned(
+        self, parameters: Parameters, compute: Sequence[str], first_row: str, matrix: str, stride: str
+    ) -> list[str]:
         return [
             "#pragma unroll",
             "for (int b = 0; b < Tile::kColumnBlocks; ++b) {",
@@ -179,7 +185,7 @@ class Staging:
             "  for (int s = 0; s < kTileRows; s += Staged::kRows) {",
             "    const long long valid = rows - s;  // rows of the box",
             "    if (valid <= 0) continue;",
-            "    const long long row = first_slot + s;",
+            f"    const long long row = {first_row} + s;",
             "    staged.begin();",
             "#pragma unroll",
             "    for (int w = 0; w < Staged::kRows / 8; ++w) {",
@@ -190,7 +196,7 @@ class Staging:
             "      }",
             "    }",
             "    staged.written();",
-            *indented(self._store(parameters, "0", ""), 4),
+            *indented(self._store(parameters, matrix, stride), 4),
             "    staged.sent();",
             "  }",
             "}",

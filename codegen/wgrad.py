@@ -65,6 +65,8 @@ class _Emitter:
             room = target.shared_optin - self.tile_bytes
             self.staging = Staging.of_matrices(self.parameters, self.index, self.shape, self.shape.columns, room)
             self.tile_bytes += self.staging.bytes if self.staging is not None else 0
+        if self.shape.swapped and self.staging is None:
+            raise UnsupportedError(f"{op.symbol}: its rows have no room to leave a tile with swapped operands by")
 
     def generate(self) -> GeneratedKernel:
         body = self._body()
@@ -291,7 +293,8 @@ class _Emitter:
         return f"{pointer} + static_cast<long long>(moesaic::load_one({tokens} + first_slot + {number})) * {stride}"
 
     def _store(self) -> list[str]:
-        value, expression, onto = self._after(self.y, "tile.values[0][i][j][v]")
+        of_thread = "tile.values[b][j][2 * r + v]" if self.shape.swapped else "tile.values[0][i][j][v]"
+        value, expression, onto = self._after(self.y, of_thread)
         if self.staging is not None:
             compute = [
                 "float values[2];",

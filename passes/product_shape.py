@@ -16,9 +16,13 @@ _SIMT_ROWS = 64
 _COLUMNS = 128  # of all parts together
 _WARP = 32
 SWAPPED_ROWS = 144
-"""Of a ``SwappedTile``, at most: the widest instruction that it has."""
+"""Of a product's ``SwappedTile``, at most: an instruction has as many columns as there are rows."""
+SWAPPED_MATRIX = (256, 128)
+"""Rows and columns of a gradient's ``SwappedTile``."""
 STAGED_ROWS = 16
 """That it puts into shared memory at a time, of 64 columns and each warpgroup, where they leave."""
+STAGED_MATRIX_ROWS = 64
+"""The same of a gradient, and of tiles whose operands are not swapped."""
 _SWIZZLED_BLOCK = 1024  # bytes that a stage of wgmma is aligned to
 _SIXTEEN_BITS = (DType.BF16, DType.F16)
 
@@ -78,6 +82,7 @@ class ProductShape:
         On Hopper, tiles by wgmma have two warpgroups that multiply, and four warps that fetch for them. They share a
         tile of 128 x 256, which needs the least of what it multiplies from the L2 cache, unless much is left to do
         after a product: then they have tiles of 64 x 256 in turn, or of 128 x 128 where there are no more columns.
+        Where 256 rows and 128 columns are a tile, operands are swapped if they may be, to read less of shared memory.
         Tiles by mma.sync have four warps of 64 x 64, which read the least of shared memory for each product; two such
         blocks share a multiprocessor, so that one multiplies while the other is at its epilogue. Float32 operands go to
         tensor cores only if they may be rounded to tf32. Others have 32 elements a thread.
@@ -93,10 +98,12 @@ class ProductShape:
             reads: whether what follows the product reads as many columns as it has.
             tall: whether a tile that is shared has 256 rows and 128 columns, rather than 128 and 256: where the left
                 operand is what a pair of blocks has in common.
-            swaps: whether the operands of wgmma may be swapped; see `swaps_operands`.
+            swaps: whether the operands of wgmma may be swapped; see `swaps_operands` and `swaps_matrix`.
         """
         whole = max(64, _power_of_two(columns))
-        if tile == "swapped" and swaps and dtype in _SIXTEEN_BITS and parts * whole >= 256:
+        if swaps and tall and (tile == "swapped" or (hopper and not tile)) and dtype in _SIXTEEN_BITS and whole >= 128:
+            return cls("SwappedTile", *SWAPPED_MATRIX, 64, 4, 384, 1)
+        if swaps and not tall and tile == "swapped" and dtype in _SIXTEEN_BITS and parts * whole >= 256:
             return cls("SwappedTile", SWAPPED_ROWS, 256 // parts, 64, 4, 384, 1)
         tile = "" if tile == "swapped" else tile
         wgmma = (hopper and not tile) or tile in ("cooperative", "pingpong")
@@ -134,7 +141,8 @@ class ProductShape:
 
     @property
     def swapped(self) -> bool:
-        """Whether an expert's rows are shared out evenly among tiles, which have `rows` at most."""
+        """Whether a thread holds neighbouring rows of a column. Tiles of a product then have `rows` at most, and share
+        an expert's out evenly."""
         return self.tile == "SwappedTile"
 
     @property
@@ -233,9 +241,15 @@ def product_shape(region: Block, *, tile: str = "", hopper: bool = False, allow_
             )
         if isinstance(op, slot.Outer):
             width = op.sizes()[1]
-            gathered = isinstance(op.b, OpResult) and isinstance(op.b.op, slot.Gather)
             return ProductShape.of(
-                op.a.type.dtype, 1, width, tile=tile, hopper=hopper, allow_tf32=allow_tf32, tall=gathered
+                op.a.type.dtype,
+                1,
+                width,
+                tile=tile,
+                hopper=hopper,
+                allow_tf32=allow_tf32,
+                tall=_gathers(op.b),
+                swaps=swaps_matrix(region),
             )
     raise InternalError("a product kernel without a product")
 
@@ -265,11 +279,27 @@ def swaps_operands(region: Block, columns: int) -> bool:
     return plain and alone and narrow and not in_turn and columns % 8 == 0 and len({v.type.dtype for v in results}) == 1
 
 
-def swapped_bytes(region: Block, columns: int) -> int:
+def swaps_matrix(region: Block) -> bool:
+    """The same for a gradient: its right operand is gathered, so that a tile has 128 columns of it and 256 of the left
+    one, and its rows leave in 16 bits."""
+    [op] = (op for op in region.ops if isinstance(op, slot.Outer))
+    accumulates = any(isinstance(o, slot.Accumulate) for o in region.ops)
+    narrow = any(v.type.rank == 3 and v.type.dtype in _SIXTEEN_BITS for v in region.terminator.operands)
+    return _gathers(op.b) and narrow and not accumulates and op.sizes()[1] % 8 == 0
+
+
+def swapped_bytes(region: Block) -> int:
     """Shared memory that results need at least to leave a ``SwappedTile`` by, beside its stages."""
-    results = region.terminator.operands
-    outputs = sum(2 if v.type.shape[-1] != columns else 1 for v in results)
-    return 2 * outputs * STAGED_ROWS * 64 * 2
+    rows, outputs = STAGED_MATRIX_ROWS, 1
+    if not any(isinstance(op, slot.Outer) for op in region.ops):
+        columns = narrow_columns(region)
+        rows = STAGED_ROWS
+        outputs = sum(2 if v.type.shape[-1] != columns else 1 for v in region.terminator.operands)
+    return 2 * outputs * rows * 64 * 2
+
+
+def _gathers(rows: Value) -> bool:
+    return isinstance(rows, OpResult) and isinstance(rows.op, slot.Gather)
 
 
 def _computed_from(op: Op) -> Sequence[Value]:

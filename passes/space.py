@@ -29,7 +29,15 @@ from moesaic.ir.errors import UnsupportedError, UsageError
 from moesaic.ir.ops import row, slot
 from moesaic.ir.ops.kernel import SUM_COLUMNS, narrow_columns
 from moesaic.ir.ops.launch import Kernel
-from moesaic.passes.product_shape import SWAPPED_ROWS, Lines, ProductShape, swapped_bytes, swaps_operands
+from moesaic.passes.product_shape import (
+    SWAPPED_MATRIX,
+    SWAPPED_ROWS,
+    Lines,
+    ProductShape,
+    swapped_bytes,
+    swaps_matrix,
+    swaps_operands,
+)
 from moesaic.passes.row_layout import Layout, infer_layouts
 from moesaic.passes.specialize import Specialize, point_text
 
@@ -265,8 +273,9 @@ class Space:
             return ""
         if shape.tile != rule.tile and not (shape.fetches and rule.fetches):
             return f"tiles by {rule.tile} and by {shape.tile} round differently"
-        if (shape.rows == SWAPPED_ROWS) != shape.swapped:
-            return f"{SWAPPED_ROWS} rows are those of a tile with its operands swapped, which has no others"
+        rows = SWAPPED_ROWS if self.op.template == "product" else SWAPPED_MATRIX[0]
+        if (shape.swapped and shape.rows != rows) or (shape.rows == SWAPPED_ROWS and not shape.swapped):
+            return f"{rows} rows are those of a tile with its operands swapped, which has no others"
         region = self.op.region
         assert region is not None
         size, parts, width, across, summed = self._operands
@@ -287,7 +296,7 @@ class Space:
             return problem
         lines = Lines(across, 16)
         shared = shape.shared_bytes(size, parts, Lines(self.op.template == "wgrad", 16), lines)
-        shared += self._table_bytes(shape) + (swapped_bytes(region, narrow_columns(region)) if shape.swapped else 0)
+        shared += self._table_bytes(shape) + (swapped_bytes(region) if shape.swapped else 0)
         if shared > self.limits.shared_optin or shared * shape.blocks > self.limits.shared_per_sm:
             return f"{shape.blocks} blocks need {shared} bytes of shared memory each"
         return ""
@@ -312,7 +321,11 @@ class Space:
     def _swapped(self, wide: int) -> str:
         region = self.op.region
         assert region is not None
-        if self.op.template != "product" or not swaps_operands(region, narrow_columns(region)):
+        if self.op.template == "wgrad":
+            if not swaps_matrix(region):
+                return "with operands swapped, a gradient's right operand is gathered, and its rows leave in 16 bits"
+            return "" if wide == SWAPPED_MATRIX[1] else f"with operands swapped, a tile has {SWAPPED_MATRIX[1]} columns"
+        if not swaps_operands(region, narrow_columns(region)):
             return "with operands swapped, only what is elementwise may follow a product, and leaves in rows of 16 bits"
         if wide != _SWAPPED_COLUMNS:
             return f"with operands swapped, a warpgroup has {_SWAPPED_COLUMNS // 2} columns of all parts together"

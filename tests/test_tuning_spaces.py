@@ -150,7 +150,8 @@ def test_sums_after_a_product_keep_their_order() -> None:
 
 
 def test_swapped_operands_are_a_schedule() -> None:
-    """Of forward products and of data gradients, where nothing beside the product is read or summed up."""
+    """Of forward products and of data gradients, where nothing beside the product is read or summed up; of a matrix's
+    gradient, where what is gathered is its right operand."""
     found = {}
     products = [one for one in spaces("experts") if one.op.template in ("product", "wgrad")]
     for one in products:
@@ -160,11 +161,15 @@ def test_swapped_operands_are_a_schedule() -> None:
             one.specialize.configure(one.op, one.aligned, point)
             kernel = generate_kernel(one.op)
             assert "SwappedTile<" in kernel.source and kernel.shared_bytes <= H100.shared_optin
-    two, one_part = ({("144", columns, stages) for stages in "234"} for columns in ("128", "256"))
+    two, one_part, matrix = (
+        {(rows, columns, stages) for stages in "234"}
+        for rows, columns in (("144", "128"), ("144", "256"), ("256", "128"))
+    )
     assert {symbol: points for symbol, points in found.items() if points} == {
         "experts_gate_up_proj": two,
         "experts_down_proj": one_part,
         "experts_backward_gate_up_proj": one_part,
+        "experts_backward_d_gate_up_proj": matrix,
     }
     swapped = {"schedule": "swapped", "rows": "144"}
     down = space("experts", "experts_backward_down_proj")
@@ -174,6 +179,11 @@ def test_swapped_operands_are_a_schedule() -> None:
     assert "columns of all parts" in up.problem({**up.default, **swapped, "columns": "64"})
     assert "shared memory" in up.problem({**up.default, **swapped, "stages": "5"})
     assert up.config({**up.default, **swapped})["tile"] == "SwappedTile"
+    up_matrix, down_matrix = (space("experts", f"experts_backward_d_{name}_proj") for name in ("gate_up", "down"))
+    assert "has no others" in up_matrix.problem({**up_matrix.default, **swapped})
+    assert "is gathered" in down_matrix.problem(
+        {**down_matrix.default, "schedule": "swapped", "rows": "256", "columns": "128"}
+    )
     # An expert's rows are shared out evenly: around 256 they take no third tile. Of 200, nobody has one.
     module = mo.Experts(128, 2048, 768, dtype="bf16").module(DType.BF16, 8, DType.I32, DType.F32)
     planned = [o for o in program_of(module).planned("forward").body.ops if isinstance(o, Kernel)]

@@ -19,7 +19,7 @@ constexpr int kColumnTiles = (kColumns + kTileColumns - 1) / kTileColumns;
 
 using Element = __nv_bfloat16;
 using Shape = moesaic::TileShape<128, 128, 64, 4, 2, false, false, 16, 16, 384>;
-using Staged = moesaic::StagedBoxes<__nv_bfloat16, 32, 3, 1>;
+using Staged = moesaic::StagedBoxes<__nv_bfloat16, 32, 3, 1, /*kTogether=*/false>;
 using Tile = moesaic::WgmmaTile<Element, Shape, moesaic::Fetch::kLines, moesaic::Fetch::kShared, false, Staged::kBytes>;
 static_assert(Tile::kSharedBytes == 222272, "the shared memory that the launch has for a tile");
 

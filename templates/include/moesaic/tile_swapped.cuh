@@ -1,14 +1,19 @@
-// A tile of a product on Hopper's tensor cores by wgmma (sm_90a), the operands swapped: the columns of the weight are the
-// instruction's rows, the tile's rows its columns. Of those an instruction has as many as there are, in small steps, so that a
-// tile has 144 rows at most, and an expert's rows are shared out evenly (`EvenTiles` in experts.cuh): where rows come in
-// steps of 128, an expert of 257 takes a third tile, which reads the weight once more for one row.
+// A tile of a product on Hopper's tensor cores by wgmma (sm_90a), the operands swapped: the tile's columns are the
+// instruction's rows, its rows the instruction's columns.
+//
+//   144 rows      of a product over an expert's rows. An instruction has as many columns as there are, in small steps, so that
+//                 an expert's rows are shared out evenly (`EvenTiles` in experts.cuh): where rows come in steps of 128, an
+//                 expert of 257 takes a third tile, which reads the weight once more for one row
+//   256 rows      of a gradient. An instruction reads 10 KiB of shared memory in 128 cycles, where one of 64 x 128 reads
+//                 6 in 64: too much beside what arrives there
 //
 // Used like a cooperative tile of tile_wgmma.cuh. Both warpgroups have all rows; each has half of the columns: 64 of both
 // parts, or 128. Where values are: row 8 j + 2 t + v, v < 2, column 64 b + 16 w + g + 8 r of the warpgroup's is
 // values[b][j][2 r + v], with w the warp, g = lane / 4, t = lane % 4; of two parts, b is the part. They leave by
 // `StagedColumns` (staged.cuh).
 //
-// What bounds it: per 256 x 136 x 64, 1088 cycles of the tensor cores, a pair wants 33 KiB a block from the L2 cache.
+// What bounds it: per 256 x 136 x 64, 1088 cycles of the tensor cores, a pair wants 33 KiB a block from the L2 cache. Per
+// 256 x 128 x 64, 1024 cycles, in which 80 KiB of shared memory are read and 48 written, of 128 that there are.
 #pragma once
 
 #include "moesaic/staged.cuh"
@@ -32,8 +37,7 @@ class SwappedTile
   static constexpr int kBlocks = kParts * kGroupColumns / 64;         // of 64 columns of a part
   static constexpr int kColumnBlocks = kBlocks / kParts;
   static_assert(kGroupColumns % 64 == 0 && (kParts == 1 || kColumnBlocks == 1), "a warpgroup has blocks of 64 columns");
-  static_assert(!Shape::kLeftAcross, "the tile's rows lie along the sum");
-  static_assert(Shape::kM == 144, "the widest of wgmma_columns");
+  static_assert(Shape::kLeftAcross ? Shape::kM == 256 : Shape::kM == 144, "widths of wgmma_columns");
 
   float values[kBlocks][Shape::kM / 8][4];
 
@@ -45,7 +49,13 @@ class SwappedTile
   // values[..] = the sum over k < depth of left(row, k) * right_p(column, k), of what is being fetched, for the `rows` of
   // the tile that are there; without any, only the waiting.
   __device__ __forceinline__ void multiply(int depth, long long rows) {
-    if (rows > 136) {
+    if constexpr (Shape::kM == 256) {
+      if (rows > 0) {
+        multiply_rows<256>(depth);
+      } else {
+        multiply_rows<0>(depth);
+      }
+    } else if (rows > 136) {
       multiply_rows<144>(depth);
     } else if (rows > 128) {
       multiply_rows<136>(depth);
@@ -68,6 +78,7 @@ class SwappedTile
   template <int kRows>
   __device__ __forceinline__ void multiply_rows(int depth) {
     PendingProducts pending;
+    if (Shape::kLeftAcross && depth <= 0) for_all([](float& value) { value = 0.0f; });  // no product begins the sums
     int read = -1;  // the stage before
     const SharedMatrix rows_there = Left::matrix(stages_, 0);  // in the first stage
     const SharedMatrix columns_there = Right::matrix(stages_ + Left::kBytes, first_column());
@@ -108,7 +119,7 @@ class SwappedTile
     if constexpr (kCount > 1) multiply_blocks<kRows>(pending, columns, rows, k, begins, Blocks<kCount - 1>());
     constexpr int kBlock = kCount - 1;
     constexpr int kFurther = kParts == 1 ? 64 : Shape::kN;  // where the next block's columns lie in a stage
-    wgmma_columns<T, Shape::kRightAcross, false, kRows>(
+    wgmma_columns<T, Shape::kRightAcross, Shape::kLeftAcross, kRows>(
         pending, values[kBlock], columns + (kBlock * kFurther * kSwizzledLine + k * Right::kStepBytes),
         rows + k * Left::kStepBytes, begins);
   }

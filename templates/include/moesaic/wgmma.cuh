@@ -302,6 +302,9 @@ __device__ __forceinline__ void wgmma(PendingProducts&, float (&sums)[kParts][kR
   } else if constexpr (kColumns == 136) {                                                                         \
     MOESAIC_WGMMA("136", type, MOESAIC_NAMES60 "%60, %61, %62, %63, %64, %65, %66, %67", "68", "69", "70", "71",    \
                   "72", "73", MOESAIC_SUMS64, MOESAIC_SUMS4(16));                                                       \
+  } else if constexpr (kColumns == 256) {                                                                         \
+    MOESAIC_WGMMA("256", type, MOESAIC_NAMES120 "%120, %121, %122, %123, %124, %125, %126, %127", "128", "129",     \
+                  "130", "131", "132", "133", MOESAIC_SUMS128);                                                         \
   } else {                                                                                                        \
     MOESAIC_WGMMA("144", type, MOESAIC_NAMES70 "%70, %71", "72", "73", "74", "75", "76", "77", MOESAIC_SUMS64, \
                   MOESAIC_SUMS4(16), MOESAIC_SUMS4(17));                                                          \
@@ -311,7 +314,8 @@ template <typename T, bool kLeftAcross, bool kRightAcross, int kColumns, int kBl
 __device__ __forceinline__ void wgmma_columns(PendingProducts&, float (&sums)[kBlocks][4], SharedMatrix left,
                                               SharedMatrix right, bool begins) {
   static_assert(kColumns <= 8 * kBlocks, "sums for all columns");
-  static_assert(kColumns == 32 || kColumns == 64 || kColumns == 96 || (kColumns >= 120 && kColumns <= 144),
+  static_assert(kColumns == 32 || kColumns == 64 || kColumns == 96 || (kColumns >= 120 && kColumns <= 144) ||
+                    kColumns == 256,
                 "the widths there are");
   if constexpr (kIsBfloat16<T>) {
     MOESAIC_WGMMAS_OF("bf16")
