@@ -5,6 +5,7 @@ Their regions are empty: `facts` say what there is to know. What a kernel is mad
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from moesaic.codegen.kernel import GeneratedKernel
 from moesaic.codegen.parameters import Parameters, storage
 from moesaic.codegen.render import banner, render
 from moesaic.codegen.target import WARP_THREADS, Target
+from moesaic.ir.core import columns_of
 from moesaic.ir.errors import InternalError, UnsupportedError
 from moesaic.ir.ops.launch import Kernel
 from moesaic.passes.dispatch_shape import DispatchShape, OneLaunchShape
@@ -40,9 +42,11 @@ def generate_count(op: Kernel) -> GeneratedKernel:
             "indices": indices,
             "stride": stride,
             "table": table,
+            "align_of_picks": _align(parameters),
         },
     )
-    return _kernel(op, source, parameters, rows_per_block=int(op.configuration["tokens"]), shared=4 * facts.experts)
+    shared = 4 * (facts.experts + 1)  # with one for picks that are not here
+    return _kernel(op, source, parameters, rows_per_block=int(op.configuration["tokens"]), shared=shared)
 
 
 def generate_scan(op: Kernel) -> GeneratedKernel:
@@ -85,7 +89,8 @@ def generate_scatter(op: Kernel) -> GeneratedKernel:
     """
     facts = _Facts.of(op)
     ranking = _Ranking.of(op, facts, DispatchShape.of(facts.experts, _top_k(op)).histograms)
-    placed, shared = _place([_Table("int", "starts", facts.experts + 1, 4, _STARTS_AND_PLACES), *ranking.tables])
+    starts = _Table("int", "starts", facts.experts + 1, 4, _STARTS_AND_DISTANCES)
+    placed, shared = _place([starts, _HERE, *ranking.tables])
     parameters = Parameters(op)
     indices, stride = parameters.rows_pointer(0)
     names = ("bases", "found", *_RESULTS)
@@ -126,10 +131,12 @@ def generate_at_once(op: Kernel) -> GeneratedKernel:
     ranking = _Ranking.of(op, facts, shape.histograms)
     placed, shared = _place(
         [
-            _Table("int", "counted", facts.experts, 4, "the block's run of picks, for its cluster"),
-            _Table("int", "bases", facts.experts, 4, "those before the picks that it gives slots"),
-            _Table("int", "found", facts.experts, 4, "all picks; then the slot of the first that it gives one"),
+            _Table("int", "counted", facts.experts + 1, 4, "the block's run of picks, for its cluster"),
+            _Table("int", "bases", facts.experts + 1, 4, "those before the picks that it gives slots"),
+            _Table("int", "found", facts.experts, 4, "all picks"),
             _Table("int", "starts", facts.experts + 1, 4, "first slot of each expert"),
+            _Table("int", "distances", facts.experts, 4, "from a place among the block's picks to its slot"),
+            _HERE,
             *ranking.tables,
         ]
     )
@@ -153,6 +160,7 @@ def generate_at_once(op: Kernel) -> GeneratedKernel:
             "stride": stride,
             "cluster": config["cluster"],
             "loads": config["loads"],
+            "align_of_picks": _align(parameters),
             "tables": placed,
         },
     )
@@ -170,7 +178,7 @@ def generate_at_once(op: Kernel) -> GeneratedKernel:
 
 
 _RESULTS = ("counts", "offsets", "slot_tokens", "slot_picks", "slots", "dropped")
-_STARTS_AND_PLACES = "first slot of each expert, then of its first pick here"
+_STARTS_AND_DISTANCES = "first slot of each expert, then from a place among the block's picks to its slot"
 
 
 @dataclass(frozen=True)
@@ -183,6 +191,9 @@ class _Table:
     bytes: int
     """Of an element."""
     why: str
+
+
+_HERE = _Table("int", "here", 1, 4, "how many of the picks that it gives slots are here")
 
 
 def _place(tables: Sequence[_Table]) -> tuple[list[dict[str, object]], int]:
@@ -215,11 +226,14 @@ class _Ranking:
         runs = min(histograms, threads // WARP_THREADS)
         run = -(-picks // (runs * WARP_THREADS)) * WARP_THREADS
         tables = [
-            _Table("unsigned", "ranked", runs * run, 4, "the block's picks: expert and rank within the run"),
+            _Table(
+                "unsigned", "ranked", runs * run, 4, "the block's picks: expert and rank within the run, then place"
+            ),
+            _Table("unsigned", "ordered", picks, 4, "by place: expert and pick"),
             _Table("unsigned short", "histograms", runs * facts.experts, 2, "[kRuns][kExperts]"),
         ]
         if facts.bounded:
-            tables.append(_Table("unsigned short", "rooms", facts.experts, 2, "picks of the block with a place"))
+            tables.append(_Table("unsigned short", "ends", facts.experts, 2, "places with room within the capacity"))
         bounded = str(facts.bounded).lower()
         variables: dict[str, object] = {
             "top_k": top_k,
@@ -230,7 +244,7 @@ class _Ranking:
             "pad": str(facts.pad).lower(),
             "pad_name": "kPad" if facts.bounded else "/*kPad=*/false",
             "bounded_name": f"/*kBounded=*/{bounded}",
-            "rooms": "rooms" if facts.bounded else "nullptr",
+            "ends": "ends" if facts.bounded else "/*ends=*/nullptr",
             "runs": runs,
             "run": run,
         }
@@ -254,6 +268,12 @@ class _Facts:
     def of(cls, op: Kernel) -> _Facts:
         known = op.known
         return cls(int(known["experts"]), int(known["align"]), float(known["capacity"]), known["pad"] == "1")
+
+
+def _align(parameters: Parameters) -> int:
+    """Bytes that the rows of picks are multiples of, wherever they lie."""
+    given = parameters.given(0)
+    return math.gcd(parameters.align(0), columns_of(given) * given.type.dtype.bytes)
 
 
 def _top_k(op: Kernel) -> int:

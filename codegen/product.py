@@ -453,11 +453,9 @@ class _Emitter:
             *epilogue.stores,
         ]
         if self.staging is not None:
-            where = [
-                "const int column = first_column + tile.column(j);",
-                "if (kColumns % Staged::kColumns != 0 && column >= kColumns) continue;",
-            ]
-            where = [] if self.staging.turned else where
+            # What a box has past the last column leaves nobody: all threads put it even so, four vectors at a time.
+            last = ["if (kColumns % Staged::kColumns != 0) column = moesaic::smaller(column, kColumns - kVector);"]
+            where = [] if self.staging.turned else ["int column = first_column + tile.column(j);", *last]
             lines += self.staging.leave(self.parameters, [*where, *compute], first, "0", "")
         else:
             lines += [*self._rows(place), *indented(epilogue.for_row, 2)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from moesaic.codegen.lines import STORAGE
 from moesaic.codegen.parameters import Parameters
@@ -35,7 +35,6 @@ class Staging:
         element: C++ type.
         rows: of a box.
         turned: whether threads hold neighbouring rows of a column.
-        together: whether blocks of a box are put by fours; what is computed has to wait for them.
     """
 
     outputs: tuple[Output, ...]
@@ -44,7 +43,6 @@ class Staging:
     element: str
     rows: int = STAGED_MATRIX_ROWS
     turned: bool = False
-    together: bool = False
 
     @classmethod
     def of(
@@ -90,10 +88,8 @@ class Staging:
             return None
         output, element = Output(index, "box_column"), STORAGE[given.type.dtype]
         if shape.swapped:
-            found = cls._of_columns((output,), element, STAGED_MATRIX_ROWS, room)
-        else:
-            found = cls._fitting((output,), element, tile_columns, 0, room)
-        return None if found is None else replace(found, together=True)
+            return cls._of_columns((output,), element, STAGED_MATRIX_ROWS, room)
+        return cls._fitting((output,), element, tile_columns, 0, room)
 
     @classmethod
     def _fitting(
@@ -121,8 +117,7 @@ class Staging:
     @property
     def type(self) -> str:
         """The definition of ``Staged``."""
-        together = "true" if self.together else "false"
-        arguments = f"{self.element}, {self.columns}, {len(self.outputs)}, {self.buffers}, /*kTogether=*/{together}"
+        arguments = f"{self.element}, {self.columns}, {len(self.outputs)}, {self.buffers}"
         return (
             f"moesaic::StagedColumns<{arguments}, {self.rows}>" if self.turned else f"moesaic::StagedBoxes<{arguments}>"
         )

@@ -17,7 +17,7 @@ _COUNTERS = 16384  # of 16 bits, in all histograms of a block
 
 _MOST_CLUSTERS = 16
 _SHARE = 512  # picks of a block
-_PICKS_AT_ONCE = 2048
+_PICKS_AT_ONCE = {"few": 1024, "many": 2048}
 _CLUSTER_THREADS = {"few": 512, "many": 1024}
 _CLUSTER_HISTOGRAMS = 16
 _LOADS = 8
@@ -68,7 +68,7 @@ class OneLaunchShape:
     no block stores for longer than it counts. Fewer picks have fewer clusters, 512 picks a block.
 
     Attributes:
-        threads: of a block; few picks end sooner in fewer warps.
+        threads: of a block; few picks end sooner in fewer warps, and in shorter runs of each.
         cluster: blocks of a cluster.
         clusters: the most of a grid.
         share: tokens of a block, until there are as many clusters as that.
@@ -91,8 +91,8 @@ class OneLaunchShape:
         histograms = _CLUSTER_HISTOGRAMS
         while histograms > 1 and histograms * experts > _COUNTERS:
             histograms //= 2
-        threads, share, at_once = _CLUSTER_THREADS[tokens], max(1, _SHARE // top_k), max(1, _PICKS_AT_ONCE // top_k)
-        return cls(threads, MOST_BLOCKS, _MOST_CLUSTERS, share, at_once, histograms, _LOADS)
+        share, at_once = (max(1, picks // top_k) for picks in (_SHARE, _PICKS_AT_ONCE[tokens]))
+        return cls(_CLUSTER_THREADS[tokens], MOST_BLOCKS, _MOST_CLUSTERS, share, at_once, histograms, _LOADS)
 
 
 def in_one_launch(target: str, experts: int) -> bool:

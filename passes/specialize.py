@@ -155,9 +155,11 @@ class Specialize(Pass):
             return row_config(op, replace(self, points=(), **free), aligned, layouts)
         if op.template == "col_finish":
             return finish_config(op, self.target)
+        alignment = {"alignment": ",".join(str(aligned.get(v, 16)) for v in op.operands[: op.reads])}
+        if op.template in ("dispatch", "dispatch_count"):
+            return {**dispatch_config(op, self.few_or_many), **alignment}
         if op.template.startswith("dispatch"):
             return dispatch_config(op, self.few_or_many)
-        alignment = {"alignment": ",".join(str(aligned.get(v, 16)) for v in op.operands[: op.reads])}
         assert op.region is not None
         if op.template in ("product", "wgrad"):
             shape = self._tile(op, aligned)

@@ -58,7 +58,7 @@ def launch(kernel: GeneratedKernel, reads: int, tensors: Sequence[torch.Tensor],
     """One launch on the emulator, with the grid and the arguments that the runtime would give it."""
     runner = execute.EmulatedRunner()
     runner.order = order
-    blocks = execute._Blocks.of(kernel, 3)(tokens, 0)
+    blocks = execute._Blocks.of(kernel, 3 * kernel.cluster)(tokens, 0)
     if blocks:
         values = [execute.ARGUMENTS[a.kind](tensors, a.operand, tokens) for a in kernel.arguments]
         runner.load(kernel, torch.device("cpu")).launch((blocks, 1, 1), 0, values, tensors, frozenset(range(reads)))

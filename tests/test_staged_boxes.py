@@ -21,7 +21,7 @@ MORE_ROWS = 5  # of the matrix, which belong to somebody else
 
 # Two warpgroups have boxes of 64 rows in turn, and send kOutputs of them, side by side, at a time.
 KERNEL = """#include "moesaic/staged.cuh"
-using Staged = moesaic::StagedBoxes<__nv_bfloat16, COLUMNS, OUTPUTS, BUFFERS, TOGETHER>;
+using Staged = moesaic::StagedBoxes<__nv_bfloat16, COLUMNS, OUTPUTS, BUFFERS>;
 
 extern "C" __global__ void staged_boxes(const float* x, __nv_bfloat16* y, int rows, int columns,
                                         const __grid_constant__ moesaic::TensorMap map) {
@@ -59,10 +59,10 @@ extern "C" __global__ void staged_boxes(const float* x, __nv_bfloat16* y, int ro
 """
 
 
-def leave(run: Run, form: tuple[int, int, int, bool], rows: int, columns: int, **options: object) -> None:
-    """Runs a kernel for boxes of so many columns, outputs and buffers, put together or not, and checks what arrives."""
-    width, outputs, buffers, together = form
-    names = {"COLUMNS": width, "OUTPUTS": outputs, "BUFFERS": buffers, "TOGETHER": str(together).lower()}
+def leave(run: Run, form: tuple[int, int, int], rows: int, columns: int, **options: object) -> None:
+    """Runs a kernel for boxes of so many columns, outputs and buffers, and checks what arrives."""
+    width, outputs, buffers = form
+    names = {"COLUMNS": width, "OUTPUTS": outputs, "BUFFERS": buffers}
     source = re.sub("|".join(names), lambda name: str(names[name[0]]), KERNEL)
     rng = np.random.default_rng((rows, columns))
     bits, x = stored(rng.standard_normal((rows, columns)), "bf16")
@@ -103,10 +103,8 @@ def on_hopper(*args: object, **options: object) -> np.ndarray:
         pytest.param(on_hopper, marks=pytest.mark.gpu, id="gpu"),
     ],
 )
-@pytest.mark.parametrize(
-    "form", [(64, 1, 2, False), (64, 2, 1, True), (32, 3, 1, False), (32, 1, 2, True), (64, 1, 2, True)]
-)
-def test_boxes_leave(run: Run, form: tuple[int, int, int, bool]) -> None:
+@pytest.mark.parametrize("form", [(64, 1, 2), (64, 2, 1), (32, 3, 1), (32, 1, 2)])
+def test_boxes_leave(run: Run, form: tuple[int, int, int]) -> None:
     for rows, columns in ((64, 64), (67, 200), (300, 72), (1, 8), (192, 104)):
         leave(run, form, rows, columns)
 
@@ -132,7 +130,7 @@ def test_a_missing_wait_shows(wait: str, tmp_path: Path) -> None:
 
     def is_wrong(order: int, **options: object) -> bool:
         try:
-            leave(emulate, (64, 1, 2, True), 300, 200, order=order, **options)
+            leave(emulate, (64, 1, 2), 300, 200, order=order, **options)
         except (AssertionError, EmulationError):
             return True
         return False

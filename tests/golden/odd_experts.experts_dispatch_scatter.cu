@@ -38,31 +38,43 @@ extern "C" __global__ void __launch_bounds__(kThreads) experts_dispatch_scatter(
   moesaic::after_kernels_before();
   moesaic::let_next_kernel_begin();
   MOESAIC_DYNAMIC_SHARED(unsigned char, shared);
-  int* const starts = reinterpret_cast<int*>(shared + 0);  // first slot of each expert, then of its first pick here
-  unsigned* const ranked = reinterpret_cast<unsigned*>(shared + 32);  // the block's picks: expert and rank within the run
-  unsigned short* const histograms = reinterpret_cast<unsigned short*>(shared + 4128);  // [kRuns][kExperts]
-  unsigned short* const rooms = reinterpret_cast<unsigned short*>(shared + 4240);  // picks of the block with a place
+  int* const starts = reinterpret_cast<int*>(shared + 0);  // first slot of each expert, then from a place among the block's picks to its slot
+  int* const here = reinterpret_cast<int*>(shared + 32);  // how many of the picks that it gives slots are here
+  unsigned* const ranked = reinterpret_cast<unsigned*>(shared + 48);  // the block's picks: expert and rank within the run, then place
+  unsigned* const ordered = reinterpret_cast<unsigned*>(shared + 4144);  // by place: expert and pick
+  unsigned short* const histograms = reinterpret_cast<unsigned short*>(shared + 8240);  // [kRuns][kExperts]
+  unsigned short* const ends = reinterpret_cast<unsigned short*>(shared + 8352);  // places with room within the capacity
 
   const long long first = static_cast<long long>(blockIdx.x) * kTokens;
   const Picks picks(indices_ptr, indices_stride, first, moesaic::at_most(first + kTokens, tokens));
   const int bound = moesaic::rows_of_expert<kExperts, kTopK>(kCapacity, tokens);
-  // Where each expert begins; all blocks work it out.
-  moesaic::first_slots<kExperts, kThreads, kAlign, kPad>(found_ptr, bound, starts);
+  moesaic::clear_runs<kExperts, kThreads, kRuns>(histograms);
+  __syncthreads();  // nobody has been seen
+
+  // How many picks of its expert come before each pick, and how many each expert has.
+  moesaic::rank_picks<kExperts, kRuns, kRun>(picks, histograms, ranked);
+  __syncthreads();  // picks are ranked
+  moesaic::join_runs<kExperts, kThreads, kRuns>(histograms);
+  moesaic::size_groups<kExperts, kThreads, kAlign, kPad>(found_ptr, bound, starts);
+  __syncthreads();  // sizes are there
+
+  // Where each expert begins, which all blocks work out; and among the picks of the block.
+  moesaic::sum_before<kExperts, kThreads>(starts, starts + kExperts, /*warp=*/0);
+  moesaic::sum_before<kExperts, kThreads>(histograms, here, /*warp=*/1);
+  __syncthreads();  // sums are there
   if (blockIdx.x == 0) {
-    moesaic::store_groups<kExperts, kThreads>(found_ptr, bound, starts, counts_ptr, offsets_ptr, dropped_ptr);
+    moesaic::store_groups<kExperts, kThreads, /*kBounded=*/true>(found_ptr, bound, starts, counts_ptr, offsets_ptr, dropped_ptr);
   }
   moesaic::store_dead_rows<kExperts, kThreads, kAlign, kPad>(
       found_ptr, bound, starts, tokens_ptr, picks_ptr, rows);
-
-  // How many picks of its expert come before each pick.
-  moesaic::rank_picks<kExperts, kThreads, kRuns, kRun>(picks, histograms, ranked);
-  __syncthreads();  // picks are ranked, first slots have been read
+  __syncthreads();  // first slots have been read
 
   const int* const base = bases_ptr + static_cast<long long>(blockIdx.x) * kExperts;
-  moesaic::place_runs<kExperts, kThreads, kRuns, kPicks, /*kBounded=*/true>(
-      base, bound, starts, histograms, /*placed=*/starts, rooms, /*next=*/nullptr);
-  __syncthreads();  // runs have their places
+  moesaic::place_picks<kExperts, kThreads, kPicks, kRun, /*kBounded=*/true>(
+      picks.count, *here, base, bound, starts, histograms, ranked, ordered, /*distances=*/starts, ends,
+      /*next=*/nullptr);
+  __syncthreads();  // picks have their places
 
-  moesaic::store_slots<kExperts, kTopK, kThreads, kPicks, kRun, /*kBounded=*/true>(
-      picks, ranked, histograms, starts, rooms, tokens_ptr, picks_ptr, slots_ptr);
+  moesaic::store_slots<kTopK, kThreads, kPicks, /*kBounded=*/true>(
+      picks, *here, ranked, ordered, starts, ends, tokens_ptr, picks_ptr, slots_ptr);
 }

@@ -19,7 +19,7 @@ constexpr int kColumnTiles = (kColumns + kTileColumns - 1) / kTileColumns;
 
 using Element = __nv_bfloat16;
 using Shape = moesaic::TileShape<128, 128, 64, 4, 2, false, false, 16, 16, 384>;
-using Staged = moesaic::StagedBoxes<__nv_bfloat16, 32, 3, 1, /*kTogether=*/false>;
+using Staged = moesaic::StagedBoxes<__nv_bfloat16, 32, 3, 1>;
 using Tile = moesaic::WgmmaTile<Element, Shape, moesaic::Fetch::kLines, moesaic::Fetch::kShared, false, Staged::kBytes>;
 static_assert(Tile::kSharedBytes == 222272, "the shared memory that the launch has for a tile");
 
@@ -102,8 +102,8 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
 #pragma unroll
             for (int w = 0; w < Staged::kVectors; ++w) {
               const int j = c / 8 + w;
-              const int column = first_column + tile.column(j);
-              if (kColumns % Staged::kColumns != 0 && column >= kColumns) continue;
+              int column = first_column + tile.column(j);
+              if (kColumns % Staged::kColumns != 0) column = moesaic::smaller(column, kColumns - kVector);
               float saved_h_out_gate[kVector], saved_h_out_up[kVector];
               float activated_out[kVector];
 #pragma unroll

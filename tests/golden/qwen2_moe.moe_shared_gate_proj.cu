@@ -18,7 +18,7 @@ constexpr int kColumnTiles = (kColumns + kTileColumns - 1) / kTileColumns;
 
 using Element = __nv_bfloat16;
 using Shape = moesaic::TileShape<128, 256, 64, 4, 1, false, false, 16, 16, 384>;
-using Staged = moesaic::StagedBoxes<__nv_bfloat16, 32, 2, 2, /*kTogether=*/false>;
+using Staged = moesaic::StagedBoxes<__nv_bfloat16, 32, 2, 2>;
 using Tile = moesaic::WgmmaTile<Element, Shape, moesaic::Fetch::kBoxes, moesaic::Fetch::kShared, false, Staged::kBytes>;
 static_assert(Tile::kSharedBytes == 230464, "the shared memory that the launch has for a tile");
 
@@ -79,8 +79,8 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
 #pragma unroll
             for (int w = 0; w < Staged::kVectors; ++w) {
               const int j = c / 8 + w;
-              const int column = first_column + tile.column(j);
-              if (kColumns % Staged::kColumns != 0 && column >= kColumns) continue;
+              int column = first_column + tile.column(j);
+              if (kColumns % Staged::kColumns != 0) column = moesaic::smaller(column, kColumns - kVector);
               float rounded_out[kVector];
               float saved_shared_h_gate_out[kVector];
 #pragma unroll

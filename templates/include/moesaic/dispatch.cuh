@@ -24,6 +24,7 @@ __host__ __device__ constexpr int unrolled(int count, int threads) { return smal
 // The picks of tokens that follow one another.
 template <int kExperts, int kTopK, typename Index>
 struct Picks {
+  using Id = Index;
   const Index* indices;
   long long stride;  // elements between the rows of tokens, wherever the caller has them
   long long first_token;
@@ -53,27 +54,60 @@ struct Picks {
       experts[j] = here ? static_cast<int>(ids[j]) : -1;
     }
   }
+
+  // As many neighbouring picks of a token as lie in kAlign bytes, number i of all such.
+  template <int kAlign>
+  static constexpr int kNeighbours = kAlign / static_cast<int>(sizeof(Index));
+  template <int kAlign>
+  __device__ __forceinline__ void load_neighbours(unsigned i, Index (&ids)[kNeighbours<kAlign>]) const {
+    constexpr int kOfToken = kTopK / kNeighbours<kAlign>;
+    const Index* const picks = indices + first_token * stride;
+    load<kNeighbours<kAlign>, kAlign>(picks + i * kNeighbours<kAlign> + i / kOfToken * (stride - kTopK), ids);
+  }
+
+  // The number of an expert; of all that are not here, one more than there are.
+  static __device__ __forceinline__ int counter_of(Index id) {
+    if constexpr (sizeof(Index) > 4) return id >= 0 && id < kExperts ? static_cast<int>(id) : kExperts;
+    return static_cast<int>(min(static_cast<unsigned>(static_cast<int>(id)), static_cast<unsigned>(kExperts)));
+  }
 };
 
 // --------------------------------------------------------------------------------------------------------- count
 
-// Picks by expert: the first `split` of them in `before`, the others in `rest`.
-template <int kExperts, int kThreads, int kLoads, class Picks>
+// Counters of kExperts, and one for picks that are not here, become 0. The caller has a barrier after it.
+template <int kExperts, int kThreads>
+__device__ __forceinline__ void clear_counters(int* counters) {
+#pragma unroll unrolled(kExperts + 1, kThreads)
+  for (int e = threadIdx.x; e <= kExperts; e += kThreads) counters[e] = 0;
+}
+
+// Picks by expert: the first `split` of them, whole tokens, in `before`, the others in `rest`. A thread asks for kLoads at
+// once, in words of kAlign bytes, which the rows of tokens are multiples of: one pick a word, addresses took more
+// instructions than counting. The caller has barriers before and after it.
+template <int kThreads, int kLoads, int kAlign, class Picks>
 __device__ __forceinline__ void count_picks(const Picks& picks, int split, int* before, int* rest) {
-#pragma unroll unrolled(kExperts, kThreads)
-  for (int e = threadIdx.x; e < kExperts; e += kThreads) before[e] = rest[e] = 0;
-  __syncthreads();  // counters are 0
+  constexpr int kNeighbours = Picks::template kNeighbours<kAlign>;
+  constexpr int kWords = ceil_div(kLoads, kNeighbours);
+  const int words = picks.count / kNeighbours;
 #pragma unroll 1
-  for (int first = threadIdx.x; first < picks.count; first += kLoads * kThreads) {
-    int experts[kLoads];
-    picks.load_experts(first, kThreads, experts);
+  for (int first = threadIdx.x; first < words; first += kWords * kThreads) {
+    typename Picks::Id ids[kWords][kNeighbours];
 #pragma unroll
-    for (int j = 0; j < kLoads; ++j) {
-      // Lanes that add 1 at one address do so at once: no order of picks makes this slow.
-      if (experts[j] >= 0) atomicAdd((first + j * kThreads < split ? before : rest) + experts[j], 1);
+    for (int j = 0; j < kWords; ++j) {  // what is past the last reads that one, as above
+      picks.template load_neighbours<kAlign>(min(first + j * kThreads, words - 1), ids[j]);
+    }
+#pragma unroll
+    for (int j = 0; j < kWords; ++j) {
+      const int word = first + j * kThreads;
+      if (word >= words) break;
+      int* const counters = word * kNeighbours < split ? before : rest;
+#pragma unroll
+      for (int v = 0; v < kNeighbours; ++v) {
+        // Lanes that add 1 at one address do so at once: no order of picks makes this slow.
+        atomicAdd(counters + Picks::counter_of(ids[j][v]), 1);
+      }
     }
   }
-  __syncthreads();  // all picks are counted
 }
 
 // ---------------------------------------------------------------------------------------------------------- scan
@@ -128,22 +162,28 @@ __device__ __forceinline__ int rows_of_expert(double capacity, long long tokens)
   return static_cast<int>(rows < static_cast<double>(tokens) ? rows : static_cast<double>(tokens));
 }
 
-// The sum of what threads of lower numbers have, and the sum of all. The caller has a barrier between two calls.
-template <int kThreads>
-__device__ __forceinline__ int block_before(int x, int& total) {
-  constexpr int kWarps = kThreads / kWarp;
-  __shared__ int of_warp[kWarps];
+// The sum of what lanes of lower numbers have, and the sum of all.
+__device__ __forceinline__ int warp_before(int x, int& total) {
   const int lane = threadIdx.x % kWarp;
-  const int warp = threadIdx.x / kWarp;
   int sum = x;
 #pragma unroll
   for (int distance = 1; distance < kWarp; distance *= 2) {
     const int below = __shfl_up_sync(kAllLanes, sum, distance);
     sum += lane >= distance ? below : 0;
   }
-  if (lane == kWarp - 1) of_warp[warp] = sum;
+  total = __shfl_sync(kAllLanes, sum, kWarp - 1);
+  return sum - x;
+}
+
+// The same of threads. The caller has a barrier between two calls.
+template <int kThreads>
+__device__ __forceinline__ int block_before(int x, int& total) {
+  constexpr int kWarps = kThreads / kWarp;
+  __shared__ int of_warp[kWarps];
+  const int warp = threadIdx.x / kWarp;
+  int before = warp_before(x, total);
+  if (threadIdx.x % kWarp == 0) of_warp[warp] = total;
   __syncthreads();  // sums of warps are there
-  int before = sum - x;
   total = 0;
 #pragma unroll
   for (int w = 0; w < kWarps; ++w) {
@@ -154,38 +194,56 @@ __device__ __forceinline__ int block_before(int x, int& total) {
   return before;
 }
 
-// starts[e] = the first slot of expert e; starts[kExperts] = slots of all experts.
+// How many slots each expert has.
 template <int kExperts, int kThreads, int kAlign, bool kPad>
-__device__ __forceinline__ void first_slots(const int* found, int bound, int* starts) {
+__device__ __forceinline__ void size_groups(const int* found, int bound, int* sizes) {
 #pragma unroll unrolled(kExperts, kThreads)
   for (int e = threadIdx.x; e < kExperts; e += kThreads) {
     const int rows = kPad ? bound : min(load_one(found + e), bound);
-    starts[e] = (rows + kAlign - 1) / kAlign * kAlign;
+    sizes[e] = (rows + kAlign - 1) / kAlign * kAlign;
   }
-  __syncthreads();  // sizes are there
-  // A thread has a run of experts: of odd length, so that the threads of a warp meet in no bank.
+}
+
+// A run of values for each of kThreads threads: values[e] becomes the sum of those before, `all` that of all. Runs are of odd
+// length, so that the threads of a warp meet in no bank. `before(sum, total)` says what threads of lower numbers have.
+template <int kExperts, int kThreads, typename T, class Before>
+__device__ __forceinline__ void sum_runs_before(T* values, int* all, int thread, const Before& before) {
   constexpr int kRun = ceil_div(kExperts, kThreads) | 1;
-  const int first = threadIdx.x * kRun;
+  const int first = thread * kRun;
   const int end = min(first + kRun, kExperts);
   int sum = 0, total;
 #pragma unroll unrolled(kRun, 1)
-  for (int e = first; e < end; ++e) sum += starts[e];
-  int slot = block_before<kThreads>(sum, total);
+  for (int e = first; e < end; ++e) sum += values[e];
+  int upto = before(sum, total);
 #pragma unroll unrolled(kRun, 1)
   for (int e = first; e < end; ++e) {
-    const int rows = starts[e];
-    starts[e] = slot;
-    slot += rows;
+    const int value = values[e];
+    values[e] = static_cast<T>(upto);
+    upto += value;
   }
-  if (threadIdx.x == 0) starts[kExperts] = total;
-  __syncthreads();  // first slots are there
+  if (thread == 0) *all = total;
+}
+
+// values[e] becomes the sum of those before, `all` that of all. One warp does it, number `warp` or the last; of many experts
+// the whole block. The caller has barriers before and after it.
+template <int kExperts, int kThreads, typename T>
+__device__ __forceinline__ void sum_before(T* values, int* all, int warp) {
+  if constexpr (kExperts <= 16 * kWarp) {
+    if (static_cast<int>(threadIdx.x) / kWarp != smaller(warp, kThreads / kWarp - 1)) return;
+    sum_runs_before<kExperts, kWarp>(values, all, threadIdx.x % kWarp,
+                                     [](int sum, int& total) { return warp_before(sum, total); });
+  } else {
+    sum_runs_before<kExperts, kThreads>(values, all, threadIdx.x,
+                                        [](int sum, int& total) { return block_before<kThreads>(sum, total); });
+    __syncthreads();  // sums of warps have been read
+  }
 }
 
 // What belongs to no pick; one block writes it.
-template <int kExperts, int kThreads>
+template <int kExperts, int kThreads, bool kBounded>
 __device__ __forceinline__ void store_groups(const int* found, int bound, const int* starts, int* counts, int* offsets,
                                              int* dropped) {
-  int lost = 0, total;
+  int lost = 0, total = 0;
 #pragma unroll unrolled(kExperts, kThreads)
   for (int e = threadIdx.x; e < kExperts; e += kThreads) {
     const int all = load_one(found + e);
@@ -194,7 +252,7 @@ __device__ __forceinline__ void store_groups(const int* found, int bound, const 
     store_one(counts + e, kept);
     store_one(offsets + e, starts[e]);
   }
-  block_before<kThreads>(lost, total);
+  if constexpr (kBounded) block_before<kThreads>(lost, total);
   if (threadIdx.x == 0) {
     store_one(offsets + kExperts, starts[kExperts]);
     store_one(dropped, total);
@@ -231,18 +289,23 @@ __device__ __forceinline__ void store_dead_rows(const int* found, int bound, con
 
 constexpr unsigned kNotHere = 0xffffffffu;
 
-// An expert, and how many picks of it come before this one in its run; below 2^16 both.
-__device__ __forceinline__ unsigned ranked_pick(int expert, int rank) {
-  return static_cast<unsigned>(expert) << 16 | static_cast<unsigned>(rank);
+// A pick's expert, and a number below 2^16: how many picks of the expert come before it in its run; its place among the
+// block's picks; or, in such a place, its own number.
+__device__ __forceinline__ unsigned of_expert(int expert, int number) {
+  return static_cast<unsigned>(expert) << 16 | static_cast<unsigned>(number);
+}
+
+// Nobody has been seen. The caller has a barrier after it.
+template <int kExperts, int kThreads, int kRuns>
+__device__ __forceinline__ void clear_runs(unsigned short* histograms) {
+#pragma unroll unrolled(kRuns * kExperts, kThreads)
+  for (int i = threadIdx.x; i < kRuns * kExperts; i += kThreads) histograms[i] = 0;
 }
 
 // Each of the first kRuns warps goes over a run of the picks, 32 at a time, in order. It has a histogram of its own: the
-// picks that it has seen of each expert.
-template <int kExperts, int kThreads, int kRuns, int kRun, class Picks>
+// picks that it has seen of each expert. The caller has a barrier after it.
+template <int kExperts, int kRuns, int kRun, class Picks>
 __device__ __forceinline__ void rank_picks(const Picks& picks, unsigned short* histograms, unsigned* ranked) {
-#pragma unroll unrolled(kRuns * kExperts, kThreads)
-  for (int i = threadIdx.x; i < kRuns * kExperts; i += kThreads) histograms[i] = 0;
-  __syncthreads();  // nobody has been seen
   const int lane = threadIdx.x % kWarp;
   const int warp = threadIdx.x / kWarp;
   if (warp >= kRuns) return;
@@ -262,37 +325,61 @@ __device__ __forceinline__ void rank_picks(const Picks& picks, unsigned short* h
       __syncwarp();  // equals have read their counter
       if (expert >= 0 && before == 0) histogram[expert] = static_cast<unsigned short>(seen + __popc(equals));
       __syncwarp();  // counters are up to date
-      ranked[first + j * kWarp + lane] = expert >= 0 ? ranked_pick(expert, seen + before) : kNotHere;
+      ranked[first + j * kWarp + lane] = expert >= 0 ? of_expert(expert, seen + before) : kNotHere;
     }
   }
 }
 
-// Counters become what they are needed as: histograms[run][e] the picks of expert e in the runs before, placed[e] the slot
-// of the first of them all, which bases[e] picks come before. rooms[e] is how many find a place within the capacity. `next`,
-// if there is one, gets the bases of the picks after these; tables may be the same.
-template <int kExperts, int kThreads, int kRuns, int kPicks, bool kBounded>
-__device__ __forceinline__ void place_runs(const int* bases, int bound, const int* starts, unsigned short* histograms,
-                                           int* placed, unsigned short* rooms, int* next) {
+// histograms[run][e], the picks of expert e in a run, become those in the runs before; of the first run, before which there
+// are none, all that the block has. The caller has a barrier after it.
+template <int kExperts, int kThreads, int kRuns>
+__device__ __forceinline__ void join_runs(unsigned short* histograms) {
 #pragma unroll unrolled(kExperts, kThreads)
   for (int e = threadIdx.x; e < kExperts; e += kThreads) {
-    const int base = load_one(bases + e);
-    placed[e] = starts[e] + base;
-    if constexpr (kBounded) rooms[e] = static_cast<unsigned short>(min(max(bound - base, 0), kPicks));
-    int before = 0;
+    int before = histograms[e];
 #pragma unroll
-    for (int run = 0; run < kRuns; ++run) {
+    for (int run = 1; run < kRuns; ++run) {
       const int counted = histograms[run * kExperts + e];
       histograms[run * kExperts + e] = static_cast<unsigned short>(before);
       before += counted;
     }
-    if (next != nullptr) next[e] = base + before;
+    histograms[e] = static_cast<unsigned short>(before);
   }
 }
 
-// Slots at the picks, picks and tokens at the slots.
-template <int kExperts, int kTopK, int kThreads, int kPicks, int kRun, bool kBounded, class Picks>
-__device__ __forceinline__ void store_slots(const Picks& picks, const unsigned* ranked, const unsigned short* histograms,
-                                            const int* placed, const unsigned short* rooms, int* tokens, int* pick_of,
+// The block's picks in the order of experts: neighbours have neighbouring slots, which are written together. Of an expert's,
+// the first has place histograms[e], the sum of `join_runs` over the experts before; bases[e] picks come before it, and
+// distances[e] lies between a place and its slot. ends[e] is the place of the first without room within the capacity. `next`,
+// if there is one, gets the bases of the picks after these; it may be `bases`, and distances may be starts if nobody reads
+// them any more. The caller has a barrier after it.
+template <int kExperts, int kThreads, int kPicks, int kRun, bool kBounded>
+__device__ __forceinline__ void place_picks(int count, int here, const int* bases, int bound, const int* starts,
+                                            const unsigned short* histograms, unsigned* ranked, unsigned* ordered,
+                                            int* distances, unsigned short* ends, int* next) {
+#pragma unroll unrolled(kPicks, kThreads)
+  for (int i = threadIdx.x; i < count; i += kThreads) {
+    if (ranked[i] == kNotHere) continue;
+    const int expert = static_cast<int>(ranked[i] >> 16);
+    const int run = i / kRun;
+    int place = histograms[expert] + static_cast<int>(ranked[i] & 0xffff);
+    if (run > 0) place += histograms[run * kExperts + expert];
+    ranked[i] = of_expert(expert, place);
+    ordered[place] = of_expert(expert, i);
+  }
+#pragma unroll unrolled(kExperts, kThreads)
+  for (int e = threadIdx.x; e < kExperts; e += kThreads) {
+    const int base = load_one(bases + e);
+    const int first = histograms[e];
+    distances[e] = starts[e] + base - first;
+    if constexpr (kBounded) ends[e] = static_cast<unsigned short>(min(first + min(max(bound - base, 0), kPicks), kPicks));
+    if (next != nullptr) next[e] = base + (e + 1 < kExperts ? histograms[e + 1] : here) - first;
+  }
+}
+
+// Slots at the picks; picks and tokens at the slots, in order.
+template <int kTopK, int kThreads, int kPicks, bool kBounded, class Picks>
+__device__ __forceinline__ void store_slots(const Picks& picks, int here, const unsigned* ranked, const unsigned* ordered,
+                                            const int* distances, const unsigned short* ends, int* tokens, int* pick_of,
                                             int* slots) {
   const long long first = picks.first_token * kTopK;
 #pragma unroll unrolled(kPicks, kThreads)
@@ -300,14 +387,19 @@ __device__ __forceinline__ void store_slots(const Picks& picks, const unsigned* 
     int slot = -1;
     if (ranked[i] != kNotHere) {
       const int expert = static_cast<int>(ranked[i] >> 16);
-      const int rank = static_cast<int>(ranked[i] & 0xffff) + histograms[i / kRun * kExperts + expert];
-      if (!kBounded || rank < rooms[expert]) slot = placed[expert] + rank;
+      const int place = static_cast<int>(ranked[i] & 0xffff);
+      if (!kBounded || place < ends[expert]) slot = place + distances[expert];
     }
     store_one(slots + first + i, slot);
-    if (slot >= 0) {
-      store_one(pick_of + slot, static_cast<int>(first + i));
-      store_one(tokens + slot, static_cast<int>(picks.first_token + i / kTopK));
-    }
+  }
+#pragma unroll unrolled(kPicks, kThreads)
+  for (int place = threadIdx.x; place < here; place += kThreads) {
+    const int expert = static_cast<int>(ordered[place] >> 16);
+    const int i = static_cast<int>(ordered[place] & 0xffff);
+    if (kBounded && place >= ends[expert]) continue;
+    const int slot = place + distances[expert];
+    store_one(pick_of + slot, static_cast<int>(first + i));
+    store_one(tokens + slot, static_cast<int>(picks.first_token + i / kTopK));
   }
 }
 

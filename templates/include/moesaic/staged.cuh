@@ -1,7 +1,7 @@
 // What follows a product, on its way out: a warpgroup puts boxes of rows into shared memory, from where the copy engine takes
 // them, while the next product is under way.
 //
-//   StagedBoxes<T, kColumns, kOutputs, kBuffers, kTogether> staged(memory);    // of the warpgroup's own
+//   StagedBoxes<T, kColumns, kOutputs, kBuffers> staged(memory);    // of the warpgroup's own
 //   for (...) {                                                     // boxes
 //     staged.begin();
 //     ... staged.put(output, r, w, pair) ...
@@ -11,18 +11,15 @@
 //   }
 //   staged.finish();
 //
-// Everything is for all 128 threads. Of a box with fewer valid rows than it has the threads store the valid ones.
-//
-// `put` writes a pair of numbers by itself, or, with kTogether, four blocks of 8 x 8 by one instruction. Four take fewer
-// cycles where nothing is computed between them, 700 of a tile of 256 x 128. Where much is, they take more, 1100 of one of
-// 128 x 256: what is computed next waits for their registers.
+// Everything is for all 128 threads. Of a box with fewer valid rows than it has the threads store the valid ones. Pairs of
+// numbers go into shared memory in blocks of 8 x 8, four at a time, by one instruction.
 #pragma once
 
 #include "moesaic/boxes.cuh"
 
 namespace moesaic {
 
-template <typename T, int kColumns_, int kOutputs, int kBuffers, bool kTogether, int kRows_ = 64>
+template <typename T, int kColumns_, int kOutputs, int kBuffers, int kRows_ = 64>
 class StagedBoxes {
   static_assert(sizeof(T) == 2 && (kColumns_ == 32 || kColumns_ == 64), "lines of 64 or 128 bytes");
   static constexpr int kLine = kColumns_ * 2;
@@ -46,17 +43,10 @@ class StagedBoxes {
   // Columns 8 w + 2 t and the next, with t the lane of four, of this thread's row r of two; in the order of r, and of w for
   // each. No bank is written twice at once.
   __device__ __forceinline__ void put(int output, int r, int w, const float (&pair)[2]) {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
+    keep(output, w % 4, pair);
+    if (w % 4 != 3) return;
     const int first_line = static_cast<int>(threadIdx.x) % 128 / 32 * 16 + r * 8;
-    if constexpr (!kTogether) {
-      *reinterpret_cast<unsigned*>(box(output) + place(first_line + lane / 4, w) + lane % 4 * 4) = word_of(pair);
-    } else {
-      kept_[output][w % 4] = word_of(pair);
-      if (w % 4 != 3) return;
-      store_blocks<false>(kept_[output], [&](int block, int line) {
-        return box(output) + place(first_line + line, w - 3 + block);
-      });
-    }
+    store_kept<false>(output, [&](int block, int line) { return box(output) + place(first_line + line, w - 3 + block); });
   }
 
   __device__ __forceinline__ void written() {
@@ -101,24 +91,20 @@ class StagedBoxes {
     return boxes_ + (buffer_ * kOutputs + output) * (kRows * kLine);
   }
 
-  static __device__ __forceinline__ unsigned word_of(const float (&pair)[2]) {
+  __device__ __forceinline__ void keep(int output, int block, const float (&pair)[2]) {
     const T elements[2] = {from_float<T>(pair[0]), from_float<T>(pair[1])};
-    unsigned word;
-    memcpy(&word, elements, sizeof(word));
-    return word;
+    memcpy(&kept_[output][block], elements, sizeof(unsigned));
   }
-
-  // Blocks of 8 x 8, of which lane 4 c + t has two neighbouring elements: 2 t and the next of line c; turned, those of lines
-  // 2 t and 2 t + 1 at place c. `place(b, n)` is where line n of block b begins, 16 bytes.
-  // PTX ISA, "Warp Level Matrix Store Instruction: stmatrix".
-  template <bool kTurned, int kBlocks, class Place>
-  static __device__ __forceinline__ void store_blocks(const unsigned (&words)[kBlocks], const Place& place) {
-    static_assert(kBlocks == 4 || (kBlocks == 1 && kTurned), "what is used");
+  // Lane 4 c + t's pair of a block goes to line c, places 2 t and 2 t + 1; turned, to lines 2 t and 2 t + 1, place c.
+  // `place(b, n)` is where line n of block b begins, 16 bytes. PTX ISA, "Warp Level Matrix Store Instruction: stmatrix".
+  template <bool kTurned, class Place>
+  __device__ __forceinline__ void store_kept(int output, const Place& place) const {
     const int lane = static_cast<int>(threadIdx.x) % 32;
+    const unsigned(&kept)[4] = kept_[output];
 #ifdef MOESAIC_EMULATE
-    for (int b = 0; b < kBlocks; ++b) {
+    for (int b = 0; b < 4; ++b) {
       T elements[2];
-      memcpy(elements, &words[b], sizeof(unsigned));
+      memcpy(elements, &kept[b], sizeof(unsigned));
       for (int v = 0; v < 2; ++v) {
         const int line = kTurned ? lane % 4 * 2 + v : lane / 4;
         const int at = kTurned ? lane / 4 : lane % 4 * 2 + v;
@@ -126,16 +112,14 @@ class StagedBoxes {
       }
     }
 #else
-    const auto to = static_cast<unsigned>(__cvta_generic_to_shared(place(lane / 8 % kBlocks, lane % 8)));
-    if constexpr (kBlocks == 1) {
-      asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(to), "r"(words[0]) : "memory");
-    } else if constexpr (kTurned) {
+    const auto to = static_cast<unsigned>(__cvta_generic_to_shared(place(lane / 8, lane % 8)));
+    if constexpr (kTurned) {
       asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
-                   :: "r"(to), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+                   :: "r"(to), "r"(kept[0]), "r"(kept[1]), "r"(kept[2]), "r"(kept[3])
                    : "memory");
     } else {
       asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
-                   :: "r"(to), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+                   :: "r"(to), "r"(kept[0]), "r"(kept[1]), "r"(kept[2]), "r"(kept[3])
                    : "memory");
     }
 #endif
@@ -147,9 +131,9 @@ class StagedBoxes {
 };
 
 // The same for a tile whose threads hold neighbouring rows of a column (tile_swapped.cuh): blocks are turned on their way.
-template <typename T, int kColumns, int kOutputs, int kBuffers, bool kTogether, int kRows>
-class StagedColumns : public StagedBoxes<T, kColumns, kOutputs, kBuffers, kTogether, kRows> {
-  using Boxes = StagedBoxes<T, kColumns, kOutputs, kBuffers, kTogether, kRows>;
+template <typename T, int kColumns, int kOutputs, int kBuffers, int kRows>
+class StagedColumns : public StagedBoxes<T, kColumns, kOutputs, kBuffers, kRows> {
+  using Boxes = StagedBoxes<T, kColumns, kOutputs, kBuffers, kRows>;
   static_assert(kColumns == 64 && kRows % 16 == 0, "a warp has 16 columns, and puts 16 rows at a time");
 
  public:
@@ -158,21 +142,13 @@ class StagedColumns : public StagedBoxes<T, kColumns, kOutputs, kBuffers, kToget
   // Rows 8 w + 2 t and the next, with t the lane of four, of column 16 times the warp + 8 r + lane / 4; in the order of w, and
   // of r for each.
   __device__ __forceinline__ void put(int output, int r, int w, const float (&pair)[2]) {
+    this->keep(output, w % 2 * 2 + r, pair);
+    if (w % 2 == 0 || r == 0) return;
     const int first_chunk = static_cast<int>(threadIdx.x) % 128 / 32 * 2;
     unsigned char* const box = this->box(output);
-    if constexpr (!kTogether) {
-      const unsigned words[1] = {Boxes::word_of(pair)};
-      Boxes::template store_blocks<true>(words, [&](int, int line) {
-        return box + Boxes::place(8 * w + line, first_chunk + r);
-      });
-    } else {
-      unsigned(&kept)[4] = this->kept_[output];
-      kept[w % 2 * 2 + r] = Boxes::word_of(pair);
-      if (w % 2 == 0 || r == 0) return;
-      Boxes::template store_blocks<true>(kept, [&](int block, int line) {
-        return box + Boxes::place(8 * (w - 1 + block / 2) + line, first_chunk + block % 2);
-      });
-    }
+    this->template store_kept<true>(output, [&](int block, int line) {
+      return box + Boxes::place(8 * (w - 1 + block / 2) + line, first_chunk + block % 2);
+    });
   }
 };
 

@@ -61,8 +61,8 @@ class WgmmaOperand {
  public:
   static constexpr int kBytes = kParts * kRows * kSwizzledLine;
 
-  // Finds the lines of the first stage, which has the steps to `end`; of what comes in both ways, those of the one stage that
-  // is less than a whole one: the first, or the last.
+  // Finds the lines of the first stage, whose steps end at `end` or after it; of what comes in both ways, those of the one
+  // stage that is less than a whole one: the first, or the last.
   template <class Row>
   __device__ __forceinline__ void find(const Row& row, int end, int, int extent) {
     copied_.find(row, 0, end, extent);
@@ -75,7 +75,8 @@ class WgmmaOperand {
     copied_.find(operand.lines, is_first ? 0 : depth / kK * kK, is_first ? end : depth, extent);
   }
 
-  // How many bytes the copy engine brings for the steps from `first` to `end`. Boxes past `extent` need not come.
+  // How many bytes the copy engine brings for a stage of steps from `first` on, if they do not end before. Boxes past
+  // `extent` need not come.
   template <class Row>
   static __device__ __forceinline__ int boxed_bytes(const Row&, int, int, int) { return 0; }
   template <int kBoxRows>
@@ -88,7 +89,8 @@ class WgmmaOperand {
     return first + kK <= end ? kBytes : 0;
   }
 
-  // Asks for the steps from `first` to `end`: one thread for boxes, all for lines.
+  // Asks for a stage of steps from `first` on, if they do not end before: one thread for boxes, all for lines, of which the
+  // next stage's begin at `next`.
   template <class Row>
   static __device__ __forceinline__ void fetch_boxes(unsigned char*, Mbarrier*, const Row&, int, int, int, bool) {}
   template <int kBoxRows>
@@ -124,15 +126,15 @@ class WgmmaOperand {
   }
 
   template <class Row>
-  __device__ __forceinline__ void fetch_lines(unsigned char* stage, const Row& row, int first, int end, int depth,
-                                              int extent) {
-    copied_.ask(row, end, depth, extent);
+  __device__ __forceinline__ void fetch_lines(unsigned char* stage, const Row& row, int first, int end, int next,
+                                              int depth, int extent) {
+    copied_.ask(row, next, depth, extent);
     copy_lines(stage, first, end, extent);
   }
   template <int kBoxRows>
-  __device__ __forceinline__ void fetch_lines(unsigned char*, const Boxes<kBoxRows>&, int, int, int, int) {}
+  __device__ __forceinline__ void fetch_lines(unsigned char*, const Boxes<kBoxRows>&, int, int, int, int, int) {}
   template <class Lines>
-  __device__ __forceinline__ void fetch_lines(unsigned char* stage, const BoxesAndLines<Lines>&, int first, int end, int,
+  __device__ __forceinline__ void fetch_lines(unsigned char* stage, const BoxesAndLines<Lines>&, int first, int end, int, int,
                                               int extent) {
     static_assert(kAcross, "lines along the sum end where the matrix does");
     if (first + kK > end) copy_lines(stage, first, end, extent);
@@ -249,11 +251,13 @@ class WgmmaStages {
     // still busy with what follows the product before.
     constexpr bool kShortFirst = Shape::kLeftAcross && Shape::kRightAcross &&
                                  (kComesInBoth<LeftRows> || kComesInBoth<RightRows>);
-    int end = kShortFirst && depth > 0 ? (depth - 1) % Shape::kK + 1 : smaller(depth, Shape::kK);  // of the stage's steps
-    left.find(left_lines, end, depth, left_extent);
-    right.find(right_rows, end, depth, right_extent);
+    int next = kShortFirst && depth > 0 ? (depth - 1) % Shape::kK + 1 : Shape::kK;  // stage's first step
+    const int first_end = kShortFirst ? smaller(next, depth) : depth;
+    left.find(left_lines, first_end, depth, left_extent);
+    right.find(right_rows, first_end, depth, right_extent);
 #pragma unroll 1
-    for (int first = 0; first < depth; first = end, end = smaller(first + Shape::kK, depth)) {
+    for (int first = 0; first < depth; first = next, next += Shape::kK) {
+      const int end = kShortFirst ? next : depth;  // of the steps, if they end in this stage; a constant, if depth is
       unsigned char* const stage = stages_ + stage_ * kStageBytes;
       mbarrier_wait(empty(stage_), parity_ ^ 1);
       if (kAsks && asks()) {
@@ -265,9 +269,9 @@ class WgmmaStages {
       }
       if constexpr (kCopies) {
         // What comes line by line in every stage comes last: no branch between its question and the arrival.
-        if constexpr (kRight == Fetch::kLines) left.fetch_lines(stage, left_lines, first, end, depth, left_extent);
-        right.fetch_lines(stage + Left::kBytes, right_rows, first, end, depth, right_extent);
-        if constexpr (kRight != Fetch::kLines) left.fetch_lines(stage, left_lines, first, end, depth, left_extent);
+        if constexpr (kRight == Fetch::kLines) left.fetch_lines(stage, left_lines, first, end, next, depth, left_extent);
+        right.fetch_lines(stage + Left::kBytes, right_rows, first, end, next, depth, right_extent);
+        if constexpr (kRight != Fetch::kLines) left.fetch_lines(stage, left_lines, first, end, next, depth, left_extent);
         if constexpr (kStores) {
           copy_commit();
           copy_wait<0>();
