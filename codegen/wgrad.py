@@ -267,11 +267,16 @@ class _Emitter:
             *passes,
             "",
             "const int rows = first_column < kColumns ? kRows - first_row : 0;",
-            f"tile.multiply(slots, rows);  // {comment(self.wgrad, self._name)}",
+            f"tile.multiply{self._short_first}(slots, rows);  // {comment(self.wgrad, self._name)}",
             "",
             *self._store(),
             *self._bias(),
         ]
+
+    @property
+    def _short_first(self) -> str:
+        """Where an operand comes both in boxes and by lines, the stage that is not whole comes first."""
+        return "</*kShortFirst=*/true>" if self.grouped and Fetch.SHARED in self.fetched else ""
 
     # ------------------------------------------------------------------------------------------------ operands
 

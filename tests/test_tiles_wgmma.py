@@ -92,7 +92,7 @@ def test_wgmma_tiles_fetched_by_the_copy_engine(run: Run, case: Case) -> None:
 def test_rows_after_the_sum_are_not_multiplied(run: Run, case: Case) -> None:
     """Not with zeros either: they are another's, and may be infinite."""
     alike = [c for c in BOXED if (c.dtype, c.paired) == (case.dtype, case.paired)]
-    for depth in (8, 56, 64, 72, 128, 184):
+    for depth in (8, 24, 40, 56, 64, 72, 104, 128, 184):
         size = whole(case, 20, 72, depth)
         assert_right(product(run, kernel_of(alike), alike.index(case), case, size))
 

@@ -63,7 +63,7 @@ class Case:
     left_align: int
     right_align: int
     threads: int
-    # Of a WgmmaTile: lines, boxes, shared (boxes of a pair of blocks); "+lines": the last steps come line by line.
+    # Of a WgmmaTile: lines, boxes, shared (boxes of a pair of blocks); "+lines": a stage that is not whole comes line by line.
     left_way: str = "lines"
     right_way: str = "lines"
     pingpong: bool = False
@@ -246,7 +246,7 @@ using moesaic::TensorMap;
 template <Fetch kHow_, bool kRest_, int kBoxRows_>
 struct Way {
   static constexpr Fetch kHow = kHow_;
-  static constexpr bool kRest = kRest_;  // the last steps come line by line
+  static constexpr bool kRest = kRest_;  // a stage that is not whole comes line by line
   static constexpr int kBoxRows = kBoxRows_;
 };
 
@@ -276,6 +276,7 @@ __device__ __forceinline__ void products(const T* a, const T* b, Operand left, O
                                          const TensorMap& right_map, const Placed& right_boxes) {
   constexpr int kM = Shape::kM, kN = Shape::kN;
   constexpr bool kBeside = LeftWay::kHow == Fetch::kShared;
+  constexpr bool kShortFirst = Shape::kLeftAcross && Shape::kRightAcross && (LeftWay::kRest || RightWay::kRest);
   MOESAIC_DYNAMIC_SHARED(unsigned char, shared);
   const int tile_rows = (m + kM - 1) / kM, tile_columns = (n + kN - 1) / kN;
   const Result result = result_in<Shape>(y, m, n, tile_rows * tile_columns);
@@ -316,7 +317,7 @@ __device__ __forceinline__ void products(const T* a, const T* b, Operand left, O
       if (tile.passes(depth)) continue;
       const Place at = place_of(i);
       const int m0 = at.row * kM, n0 = at.column * kN;
-      tile.multiply(depth, at.idle ? 0 : m - m0);
+      tile.template multiply<kShortFirst>(depth, at.idle ? 0 : m - m0);
       if (!at.idle) store_tile<Shape>(tile, result, at.row * tile_columns + at.column, m0, n0, shared);
     }
   }

@@ -81,7 +81,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
       const long long first_slot = next.first_slot;
 
       const int rows = first_column < kColumns ? kRows - first_row : 0;
-      tile.multiply(slots, rows);  // %grouped_wgrad = slot.grouped_wgrad %gathered, %x, %counts, %saved_offsets
+      tile.multiply</*kShortFirst=*/true>(slots, rows);  // %grouped_wgrad = slot.grouped_wgrad %gathered, %x, %counts, %saved_offsets
 
 #pragma unroll
       for (int b = 0; b < Tile::kBlocks; ++b) {

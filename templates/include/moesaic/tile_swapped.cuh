@@ -47,13 +47,14 @@ class SwappedTile
   static __device__ __forceinline__ int first_column() { return own_group() * kGroupColumns; }
 
   // values[..] = the sum over k < depth of left(row, k) * right_p(column, k), of what is being fetched, for the `rows` of
-  // the tile that are there; without any, only the waiting.
+  // the tile that are there; without any, only the waiting. See tile_wgmma.cuh for kShortFirst.
+  template <bool kShortFirst = false>
   __device__ __forceinline__ void multiply(int depth, long long rows) {
     if constexpr (Shape::kM == 256) {
       if (rows > 0) {
-        multiply_rows<256>(depth);
+        multiply_rows<256, kShortFirst>(depth);
       } else {
-        multiply_rows<0>(depth);
+        multiply_rows<0, kShortFirst>(depth);
       }
     } else if (rows > 136) {
       multiply_rows<144>(depth);
@@ -75,27 +76,36 @@ class SwappedTile
   }
 
  private:
-  template <int kRows>
+  template <int kRows, bool kShortFirst = false>
   __device__ __forceinline__ void multiply_rows(int depth) {
     PendingProducts pending;
     if (Shape::kLeftAcross && depth <= 0) for_all([](float& value) { value = 0.0f; });  // no product begins the sums
     int read = -1;  // the stage before
     const SharedMatrix rows_there = Left::matrix(stages_, 0);  // in the first stage
     const SharedMatrix columns_there = Right::matrix(stages_ + Left::kBytes, first_column());
-#pragma unroll 1
-    for (int first = 0; first < depth; first += Shape::kK) {
+    const int short_steps = kShortFirst ? Stages::short_steps(depth) : 0;
+    if (kShortFirst && short_steps > 0) {
       mbarrier_wait(full(stage_), parity_);
       if constexpr (kRows > 0) {
-        if constexpr (kCopies) shared_to_async_proxy();
-        for_all(wgmma_pin);
-        wgmma_fence();
-        const SharedMatrix rows = rows_there + stage_ * kStageBytes;
-        const SharedMatrix columns = columns_there + stage_ * kStageBytes;
-#pragma unroll
-        for (int k = 0; k < Shape::kK / 16; ++k) {
-          multiply_blocks<kRows>(pending, columns, rows, k, first == 0 && k == 0, Blocks<kBlocks>());
+        if (short_steps > 32) {
+          multiply_stage<kRows, 3>(pending, rows_there, columns_there, true);
+          wgmma_wait<0>(pending);  // where ways meet in flight, the compiler has each product waited for
+        } else if (short_steps > 16) {
+          multiply_stage<kRows, 2>(pending, rows_there, columns_there, true);
+          wgmma_wait<0>(pending);
+        } else {
+          multiply_stage<kRows, 1>(pending, rows_there, columns_there, true);
+          wgmma_wait<0>(pending);
         }
-        wgmma_commit(pending);
+      }
+      release(stage_);
+      advance();
+    }
+#pragma unroll 1
+    for (int first = short_steps; first < depth; first += Shape::kK) {
+      mbarrier_wait(full(stage_), parity_);
+      if constexpr (kRows > 0) {
+        multiply_stage<kRows, Shape::kK / 16>(pending, rows_there, columns_there, first == 0);
         wgmma_wait<1>(pending);
       }
       if (read >= 0) release(read);
@@ -111,6 +121,22 @@ class SwappedTile
 
   template <int kCount>
   struct Blocks {};
+
+  // The first kSteps products of a stage, from where its operands would lie in the first one.
+  template <int kRows, int kSteps>
+  __device__ __forceinline__ void multiply_stage(PendingProducts& pending, SharedMatrix rows, SharedMatrix columns,
+                                                 bool begins) {
+    if constexpr (kCopies) shared_to_async_proxy();
+    for_all(wgmma_pin);
+    wgmma_fence();
+    const SharedMatrix rows_here = rows + stage_ * kStageBytes;
+    const SharedMatrix columns_here = columns + stage_ * kStageBytes;
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+      multiply_blocks<kRows>(pending, columns_here, rows_here, k, begins && k == 0, Blocks<kBlocks>());
+    }
+    wgmma_commit(pending);
+  }
 
   // Block after block of 64 columns: which one is a constant of the instruction's registers.
   template <int kRows, int kCount>

@@ -90,7 +90,9 @@ class WgmmaTile : public WgmmaStages<T, Shape, kLeft, kRight, kStagedBytes,
 
   // values[p][row][column] = the sum over k < depth of left(row, k) * right_p(column, k), of what is being fetched.
   // `rows` of the tile are there: warpgroups without any only take part in the waiting. The first product begins the sums,
-  // where the compiler keeps products asynchronous even so: clearing sums takes 300 cycles.
+  // where the compiler keeps products asynchronous even so: clearing sums takes 300 cycles. With kShortFirst, it is the first
+  // stage that may not be whole, as `fetch` has it where an operand comes both in boxes and by lines.
+  template <bool kShortFirst = false>
   __device__ __forceinline__ void multiply(int depth, long long rows) {
     const bool idle = first_row() >= rows;
     PendingProducts pending;
@@ -100,20 +102,29 @@ class WgmmaTile : public WgmmaStages<T, Shape, kLeft, kRight, kStagedBytes,
     int read = -1;  // the stage before
     const SharedMatrix rows_there = Left::matrix(stages_, first_row());  // in the first stage
     const SharedMatrix columns_there = Right::matrix(stages_ + Left::kBytes, 0);
-#pragma unroll 1
-    for (int first = 0; first < depth; first += Shape::kK) {
+    const int short_steps = kShortFirst ? Stages::short_steps(depth) : 0;
+    if (kShortFirst && short_steps > 0) {
       mbarrier_wait(full(stage_), parity_);
       if (!idle) {
-        if constexpr (kCopies) shared_to_async_proxy();
-        for_all(wgmma_pin);
-        wgmma_fence();
-        const SharedMatrix rows_here = rows_there + stage_ * kStageBytes;
-        const SharedMatrix columns = columns_there + stage_ * kStageBytes;
-#pragma unroll
-        for (int k = 0; k < Shape::kK / 16; ++k) {
-          multiply_blocks(pending, rows_here, columns, k, !kClears && first == 0 && k == 0, Blocks<kBlocks>());
+        if (short_steps > 32) {
+          multiply_stage<3>(pending, rows_there, columns_there, !kClears);
+          wgmma_wait<0>(pending);  // where ways meet in flight, the compiler has each product waited for
+        } else if (short_steps > 16) {
+          multiply_stage<2>(pending, rows_there, columns_there, !kClears);
+          wgmma_wait<0>(pending);
+        } else {
+          multiply_stage<1>(pending, rows_there, columns_there, !kClears);
+          wgmma_wait<0>(pending);
         }
-        wgmma_commit(pending);
+      }
+      release(stage_);
+      advance();
+    }
+#pragma unroll 1
+    for (int first = short_steps; first < depth; first += Shape::kK) {
+      mbarrier_wait(full(stage_), parity_);
+      if (!idle) {
+        multiply_stage<Shape::kK / 16>(pending, rows_there, columns_there, !kClears && first == 0);
         wgmma_wait<1>(pending);
       }
       if (read >= 0) release(read);
@@ -144,6 +155,22 @@ class WgmmaTile : public WgmmaStages<T, Shape, kLeft, kRight, kStagedBytes,
   static __device__ __forceinline__ void arrive_once(Mbarrier* barrier) {
     __syncwarp();
     if (threadIdx.x % 32 == 0) mbarrier_arrive_and_expect(barrier, 0);
+  }
+
+  // The first kSteps products of a stage, from where its operands would lie in the first one.
+  template <int kSteps>
+  __device__ __forceinline__ void multiply_stage(PendingProducts& pending, SharedMatrix rows, SharedMatrix columns,
+                                                 bool begins) {
+    if constexpr (kCopies) shared_to_async_proxy();
+    for_all(wgmma_pin);
+    wgmma_fence();
+    const SharedMatrix rows_here = rows + stage_ * kStageBytes;
+    const SharedMatrix columns_here = columns + stage_ * kStageBytes;
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+      multiply_blocks(pending, rows_here, columns_here, k, begins && k == 0, Blocks<kBlocks>());
+    }
+    wgmma_commit(pending);
   }
 
   // Block after block of 64 rows: which one is a constant of the instruction's registers.

@@ -310,6 +310,12 @@ class WgmmaStages {
     }
   }
 
+  // The steps of a first stage that is not whole, if they are so few that a product of 16 can be left out; else 0.
+  static __device__ __forceinline__ int short_steps(int depth) {
+    const int steps = (depth - 1) % Shape::kK + 1;
+    return depth > 0 && steps <= Shape::kK - 16 ? steps : 0;
+  }
+
   // A warp has read a stage: it says so to whoever writes to it, lane by lane.
   __device__ __forceinline__ void release(int stage) const {
     __syncwarp();
