@@ -21,7 +21,7 @@ from moesaic.ir.errors import InternalError, UnsupportedError
 from moesaic.ir.ops import slot
 from moesaic.ir.ops.kernel import SUM_COLUMNS, narrow_columns
 from moesaic.ir.ops.launch import Kernel
-from moesaic.passes.product_shape import Lines, ProductShape
+from moesaic.passes.product_shape import Lines, ProductShape, pairs_of_band
 
 
 def generate(op: Kernel) -> GeneratedKernel:
@@ -135,7 +135,17 @@ class _Emitter:
             Line("kTileColumns", str(self._tile_columns)),
             Line("kColumnTiles", "(kColumns + kTileColumns - 1) / kTileColumns"),
         ]
+        if self.shape.fetches and self._band > 1:
+            lines.append(Line("kBand", str(self._band), why="pairs of row tiles that take columns together"))
         return lines
+
+    @property
+    def _band(self) -> int:
+        return pairs_of_band(self.depth * self.outer * self.product.weight.type.dtype.bytes)
+
+    @property
+    def _item_of(self) -> str:
+        return f"moesaic::item_of<Tile::kPair{', kBand' if self._band > 1 else ''}>"
 
     def _aliases(self) -> list[Line]:
         element = STORAGE[self.product.x.type.dtype]
@@ -296,7 +306,7 @@ class _Emitter:
         """Where the tile lies that a block of a pair has of an item."""
         if not self.grouped:
             return [
-                "const auto item = moesaic::item_of<Tile::kPair>(n, Tile::rank(), row_tiles, kColumnTiles);",
+                f"const auto item = {self._item_of}(n, Tile::rank(), row_tiles, kColumnTiles);",
                 "const long long first_token = item.row_tile * kTileRows;",
                 f"const long long rows = item.idle ? 0 : {self.parameters.tokens()} - first_token;",
                 "const int first_column = item.column_tile * kTileColumns;",
@@ -320,7 +330,7 @@ class _Emitter:
             *([] if self.shape.told else [f"const auto next = {self._found()};"]),
             "const int expert = next.expert;",
             *tiles,
-            "const auto item = moesaic::item_of<Tile::kPair>(next.number, Tile::rank(), row_tiles, kColumnTiles);",
+            f"const auto item = {self._item_of}(next.number, Tile::rank(), row_tiles, kColumnTiles);",
             *rows,
             "const int first_slot = next.first_slot + first_row;",
             "const int first_column = item.column_tile * kTileColumns;",

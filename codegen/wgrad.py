@@ -24,7 +24,7 @@ from moesaic.ir.core import BlockArgument, OpResult, Value, columns_of
 from moesaic.ir.errors import InternalError, UnsupportedError
 from moesaic.ir.ops import math, slot
 from moesaic.ir.ops.launch import Kernel
-from moesaic.passes.product_shape import Lines, ProductShape, pairs_lie_beside
+from moesaic.passes.product_shape import Lines, ProductShape, pairs_lie_beside, rows_lie_inside
 
 
 def generate(op: Kernel) -> GeneratedKernel:
@@ -62,7 +62,7 @@ class _Emitter:
         self.index = op.reads + self.region.terminator.operands.index(value)
         self.staging: Staging | None = None
         if onto is None:
-            room = target.shared_optin - self.tile_bytes
+            room = target.shared_optin - self.tile_bytes - self._table_bytes
             self.staging = Staging.of_matrices(self.parameters, self.index, self.shape, self.shape.columns, room)
             self.tile_bytes += self.staging.bytes if self.staging is not None else 0
         if self.shape.swapped and self.staging is None:
@@ -103,10 +103,24 @@ class _Emitter:
             threads=self.shape.threads,
             rows_per_block=1,
             grid="device",
-            shared_bytes=self.tile_bytes,
+            shared_bytes=self.tile_bytes + self._table_bytes,
             cluster=self.pair,
             ops=fused_ops(self.region, self._name),
         )
+
+    @property
+    def _told(self) -> bool:
+        """Whether blocks are told their next item of an expert."""
+        return self.grouped and self.shape.told
+
+    @property
+    def _table_bytes(self) -> int:
+        """Of shared memory, for which experts are long."""
+        if not self._told:
+            return 0
+        experts = self.y.type.shape[0]
+        assert isinstance(experts, int)
+        return -(-2 * (experts + 1 + self.shape.threads // 32) // 16) * 16
 
     def _constants(self) -> list[Line]:
         matrices = self.y.type.shape[0] if self.grouped or self.parts else 1
@@ -199,16 +213,27 @@ class _Emitter:
     def _items(self) -> list[str]:
         """A pair of blocks has two tiles beside each other that have the shared operand in common."""
         rows, columns = ("Tile::kPair" if how is Fetch.SHARED else "1" for how in (self.fetched[1], self.fetched[0]))
-        return [
+        lines = [
             f"constexpr int kRowItems = (kRowTiles + {rows} - 1) / {rows};",
             f"constexpr int kColumnItems = (kColumnTiles + {columns} - 1) / {columns};",
             "constexpr int kItems = kRowItems * kColumnItems;  // of each matrix",
-            *(
-                []
-                if self.grouped
-                else [f"constexpr long long items = static_cast<long long>({self.matrices}) * kItems;"]
-            ),
         ]
+        if not self.grouped:
+            lines.append(f"constexpr long long items = static_cast<long long>({self.matrices}) * kItems;")
+        if self._told:
+            counts, offsets = self._counts_and_offsets()
+            lines += [
+                "auto* const long_before = reinterpret_cast<unsigned short*>(shared + Tile::kSharedBytes);",
+                f"moesaic::count_long<kExperts, kThreads>({counts}, {offsets}, long_before);",
+            ]
+        return lines
+
+    @property
+    def _rows_lie_inside(self) -> bool:
+        """Whether items that follow one another lie below each other."""
+        below, beside = self.shape.tiles_of_matrix(*self.wgrad.sizes())
+        rows, columns = (2 if how is Fetch.SHARED else 1 for how in (self.fetched[1], self.fetched[0]))
+        return rows_lie_inside(-(-below // rows), -(-beside // columns))
 
     def _order(self) -> InTurn | Queued:
         """In which order blocks take items."""
@@ -218,7 +243,8 @@ class _Emitter:
 
     def _found(self) -> str:
         """Where item `n` lies."""
-        return "moesaic::find_item<kExperts, kItems>(n, {}, {})".format(*self._counts_and_offsets())
+        given = [*(["long_before"] if self._told else []), *self._counts_and_offsets()]
+        return f"moesaic::find_item<kExperts, kItems>(n, {', '.join(given)})"
 
     def _counts_and_offsets(self) -> tuple[str, str]:
         assert isinstance(self.wgrad, slot.GroupedWgrad)
@@ -234,11 +260,14 @@ class _Emitter:
         found = [f"const auto next = {self._found()};"] if self.grouped and not self.shape.told else []
         told = ["const int expert = next.expert;", "const int slots = next.rows;"]
         told.append("const long long first_slot = next.first_slot;")
+        row, column = "rest / kColumnItems", "rest % kColumnItems"
+        if self._rows_lie_inside:
+            row, column = "rest % kRowItems", "rest / kRowItems"
         return [
             *found,
             f"const int rest = {'next.number' if self.grouped else 'static_cast<int>(n % kItems)'};",
-            f"const int first_row = (rest / kColumnItems{of_row}) * kTileRows;",
-            f"const int first_column = (rest % kColumnItems{of_column}) * kTileColumns;",
+            f"const int first_row = ({row}{of_row}) * kTileRows;",
+            f"const int first_column = ({column}{of_column}) * kTileColumns;",
             *(told if self.grouped else self._slots("n / kItems")),
         ]
 

@@ -23,6 +23,9 @@ STAGED_ROWS = 16
 """That it puts into shared memory at a time, of 64 columns and each warpgroup, where they leave."""
 STAGED_MATRIX_ROWS = 64
 """The same of a gradient, and of tiles whose operands are not swapped."""
+_LARGE_WEIGHT = 16 << 20  # bytes of one matrix, of 50 MB that the L2 cache of Hopper has
+_BAND = 8  # pairs; 66 of them run at once
+_WIDE_MATRIX = 16  # items beside each other
 _SWIZZLED_BLOCK = 1024  # bytes that a stage of wgmma is aligned to
 _SIXTEEN_BITS = (DType.BF16, DType.F16)
 
@@ -252,6 +255,21 @@ def product_shape(region: Block, *, tile: str = "", hopper: bool = False, allow_
                 swaps=swaps_matrix(region),
             )
     raise InternalError("a product kernel without a product")
+
+
+def pairs_of_band(weight_bytes: int) -> int:
+    """How many pairs of row tiles take the columns of a weight together, where one matrix has so many bytes.
+
+    The 66 pairs of blocks of a card have neighbouring items. Columns inside rows, that is one pair's rows and 66 tiles
+    of the weight, which are read again for the next rows, from memory if the L2 cache is too small for them. In bands,
+    it is the rows of 8 pairs and 8 or 9 tiles.
+    """
+    return _BAND if weight_bytes > _LARGE_WEIGHT else 1
+
+
+def rows_lie_inside(row_items: int, column_items: int) -> bool:
+    """The same of a gradient's items, whose matrix is known: neighbours are below each other where many lie beside."""
+    return column_items > _WIDE_MATRIX and row_items < column_items
 
 
 def pairs_lie_beside(below: int, beside: int) -> bool:

@@ -44,13 +44,14 @@ def test_what_comes_before_an_expert(run: Run, which: int) -> None:
 # The number of items, then [item][rank]: four numbers of each, of all items or of the `last`.
 ITEMS = """#include "moesaic/experts.cuh"
 
-template <int kPair>
+template <int kPair, int kBand>
 __device__ __forceinline__ void list_items(long long* out, long long row_tiles, int column_tiles, int last) {
   const long long items = moesaic::items_of<kPair>(row_tiles, column_tiles);
   const long long skip = last == 0 ? 0 : items - last;
   if (threadIdx.x == 0) moesaic::store_one(out, items);
   for (long long i = threadIdx.x; i < (items - skip) * kPair; i += 32) {
-    const auto item = moesaic::item_of<kPair>(skip + i / kPair, static_cast<int>(i % kPair), row_tiles, column_tiles);
+    const int rank = static_cast<int>(i % kPair);
+    const auto item = moesaic::item_of<kPair, kBand>(skip + i / kPair, rank, row_tiles, column_tiles);
     moesaic::store_one(out + 1 + 4 * i, item.row_tile);
     moesaic::store_one(out + 2 + 4 * i, static_cast<long long>(item.column_tile));
     moesaic::store_one(out + 3 + 4 * i, static_cast<long long>(item.together));
@@ -60,16 +61,22 @@ __device__ __forceinline__ void list_items(long long* out, long long row_tiles, 
 
 extern "C" __global__ void __launch_bounds__(32) items(const int* given, long long* out) {
   const long long row_tiles = (static_cast<long long>(given[0]) << 32) + given[1];
-  if (given[3] == 1) list_items<1>(out, row_tiles, given[2], given[4]);
-  if (given[3] == 2) list_items<2>(out, row_tiles, given[2], given[4]);
+  switch (10 * given[3] + given[5]) {
+    case 11: list_items<1, 1>(out, row_tiles, given[2], given[4]); break;
+    case 13: list_items<1, 3>(out, row_tiles, given[2], given[4]); break;
+    case 21: list_items<2, 1>(out, row_tiles, given[2], given[4]); break;
+    case 22: list_items<2, 2>(out, row_tiles, given[2], given[4]); break;
+  }
 }
 """
 
 
-def items_of(run: Run, pair: int, row_tiles: int, column_tiles: int, last: int | None = None) -> tuple[int, np.ndarray]:
+def items_of(
+    run: Run, pair: int, row_tiles: int, column_tiles: int, last: int | None = None, band: int = 1
+) -> tuple[int, np.ndarray]:
     """The number of items, and all of them (or the `last`): [item, rank, (row tile, column tile, together, idle)]."""
     most = (row_tiles // pair + 1) * column_tiles if last is None else last
-    given = np.array([row_tiles >> 32, row_tiles & 0x7FFFFFFF, column_tiles, pair, last or 0], np.int32)
+    given = np.array([row_tiles >> 32, row_tiles & 0x7FFFFFFF, column_tiles, pair, last or 0, band], np.int32)
     out = run(ITEMS, "items", [given], np.full(1 + 4 * pair * most, -7, np.int64))
     number, found = int(out[0]), out[1:].reshape(-1, pair, 4)
     shown = number if last is None else last
@@ -78,11 +85,11 @@ def items_of(run: Run, pair: int, row_tiles: int, column_tiles: int, last: int |
 
 
 @everywhere
-@pytest.mark.parametrize("pair", [1, 2])
-def test_every_tile_is_one_item_of_one_block(run: Run, pair: int) -> None:
-    for row_tiles in range(6):
+@pytest.mark.parametrize(("pair", "band"), [(1, 1), (1, 3), (2, 1), (2, 2)])
+def test_every_tile_is_one_item_of_one_block(run: Run, pair: int, band: int) -> None:
+    for row_tiles in (*range(6), 8, 11):
         for column_tiles in range(1, 6):
-            number, found = items_of(run, pair, row_tiles, column_tiles)
+            number, found = items_of(run, pair, row_tiles, column_tiles, band=band)
             odd = row_tiles % pair
             assert number == len(found) == row_tiles // pair * column_tiles + odd * -(-column_tiles // pair)
             rows, columns, together, idle = np.moveaxis(found, 2, 0)
@@ -98,6 +105,11 @@ def test_every_tile_is_one_item_of_one_block(run: Run, pair: int) -> None:
                 below = pair == 2 and item[1, 0] == item[0, 0] + 1 and item[1, 1] == item[0, 1]
                 assert bool(shared) == below
                 assert below or (item[:, 0] == item[0, 0]).all()
+            # Of each band, first all rows of a column, then those of the next one.
+            pairs = row_tiles // pair
+            bands = [range(first, min(first + band, pairs)) for first in range(0, pairs, band)]
+            wanted = [(row * pair, column) for rows in bands for column in range(column_tiles) for row in rows]
+            assert [tuple(item) for item in found[: len(wanted), 0, :2].tolist()] == wanted
 
 
 @everywhere

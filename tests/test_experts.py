@@ -25,6 +25,7 @@ from moesaic.codegen.disassemble import disassemble
 from moesaic.codegen.target import Target
 from moesaic.ir.errors import InputError, InputTypeError, UnsupportedError
 from moesaic.ir.types import DType
+from moesaic.passes import product_shape
 from moesaic.runtime.execute import RUNNERS
 from moesaic.runtime.kernels import compiled_kernel
 from moesaic.runtime.program import program_by_key, program_of, with_gradients
@@ -245,6 +246,39 @@ def test_tiles_of_hopper(tile: str, kind: dict[str, Any], shapes: set[tuple[int,
     kind_of_tile = "SwappedTile" if tile == "swapped" else f"WgmmaTile  schedule={tile or '[a-z]+'}"
     found = re.findall(rf"tile={kind_of_tile} .*?rows=(\d+)  columns=(\d+)", layer.source)
     assert shapes <= {(int(r), int(c)) for r, c in found} and "MmaTile<" not in layer.source.replace("WgmmaTile", "")
+
+
+def test_large_weights_have_rows_inside_columns() -> None:
+    """Of Mixtral a matrix has 117 or 235 MB, which no cache holds; of Qwen3, 3 or 6."""
+    for sizes, bands, inside in (
+        ((8, 4096, 14336), 4, {"experts_backward_d_down_proj"}),
+        ((128, 2048, 768), 0, set[str]()),
+    ):
+        layer = mo.compile(mo.Experts(*sizes, dtype="bf16"), target="sm_90a").layer(2, weights_dtype="bf16")
+        sources = {symbol: kernel.source for symbol, kernel in layer.kernels.items()}
+        assert sum("item_of<Tile::kPair, kBand>(" in source for source in sources.values()) == bands
+        assert {s for s, source in sources.items() if "rest / kRowItems" in source} == inside
+
+
+@pytest.mark.emulate
+def test_rows_inside_columns_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bands of two pairs, where an expert has up to three, and any weight is large."""
+    experts = mo.Experts(3, 520, 136)
+    ids = torch.repeat_interleave(torch.arange(3, dtype=torch.int32), torch.tensor((774, 257, 1))).reshape(-1, 2)
+    given = tensors_for(experts, len(ids), 2, torch.bfloat16, ids=ids)
+    cotangent = cotangent_for(len(ids), 520, torch.bfloat16)
+    found = []
+    for large in (False, True):
+        if large:
+            for name, value in (("_LARGE_WEIGHT", 0), ("_BAND", 2), ("_WIDE_MATRIX", 0)):
+                monkeypatch.setattr(product_shape, name, value)
+        named = mo.Experts(3, 520, 136, name=f"experts_{large}".lower())  # a program of its own
+        layer = mo.compile(named, backend="emulate", passes="specialize{tile=cooperative}")
+        found.append(run(layer, given, cotangent, "cpu"))
+        assert ("kBand" in layer.source) == large and ("rest / kRowItems" in layer.source) == large
+    for name, value in found[0].items():
+        assert torch.equal(value, found[1][name]), name
+    check(found[1], exact(experts, given, cotangent), torch.bfloat16)
 
 
 @pytest.mark.parametrize("weight_on", ["output", "input", "middle"])

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from device_kernels import emulate, run_on_gpu
+from device_kernels import Run, emulate, everywhere, run_on_gpu
 
 import moesaic as mo
 from moesaic.codegen import nvrtc
@@ -23,7 +22,6 @@ from moesaic.runtime.emulator import FORWARD, REVERSE
 from moesaic.runtime.program import program_of
 from moesaic.runtime.tuning.lookup import tunables
 
-Run = Callable[..., np.ndarray]
 WARPS = 4
 TILE = 7  # rows
 
@@ -110,6 +108,48 @@ def test_every_item_is_taken_once(counts: list[int], pair: int) -> None:
             taken = take(emulate, counts, pair=pair, counted=True, blocks=blocks, order=order)
             assert {len(items) for items in in_turn} <= {sum(map(len, in_turn)) // pairs + n for n in (0, 1)}
             assert [items[:2] for items in taken] == [items[:2] for items in in_turn]
+
+
+# Of gradients: items of every expert, which may have no rows, three of each.
+LONG_FIRST = """#include "moesaic/items.cuh"
+
+extern "C" __global__ void __launch_bounds__(64) items(const int* counts, const int* offsets, int* out) {
+  __shared__ unsigned short long_before[EXPERTS + 1 + 64 / 32];
+  moesaic::count_long<EXPERTS, 64>(counts, offsets, long_before);
+  for (int n = threadIdx.x; n <= 3 * EXPERTS; n += 64) {
+    const auto item = moesaic::find_item<EXPERTS, 3>(n, long_before, counts, offsets);
+    const int fields[] = {item.expert, item.number, item.rows, item.first_slot};
+    for (int i = 0; i < 4; ++i) moesaic::store_one(out + 4 * n + i, fields[i]);
+  }
+}
+"""
+
+
+@everywhere
+@pytest.mark.parametrize(
+    "counts",
+    [
+        [0],
+        [7],
+        [5] * 12,  # nobody is long
+        [20, 21, 0, 39, 41, 0, 20, 19],  # only more than 40 is
+        [900, *[1] * 70, 500, 0, 3, 1000],
+        [*[0] * 129, 5],
+        np.random.default_rng(3).geometric(0.01, 300).tolist(),
+    ],
+    ids=lambda counts: f"{len(counts)}-{sum(counts)}",
+)
+def test_long_experts_come_first(run: Run, counts: list[int]) -> None:
+    experts, all_rows = len(counts), sum(counts)
+    offsets = np.cumsum([0, *counts]).astype(np.int32)
+    source = LONG_FIRST.replace("EXPERTS", str(experts))
+    out = run(
+        source, "items", [np.array(counts, np.int32), offsets], np.full(12 * experts + 4, -7, np.int32), [], block=64
+    )
+    long = [e for e in range(experts) if counts[e] * experts > 2 * all_rows]
+    order = [*long, *(e for e in range(experts) if e not in long)]
+    wanted = [[e, n, counts[e], offsets[e]] for e in order for n in range(3)]
+    assert out.reshape(-1, 4).tolist() == [*wanted, [-1, 0, 0, 0]]
 
 
 @pytest.mark.gpu

@@ -63,7 +63,7 @@ class Case:
     left_align: int
     right_align: int
     threads: int
-    # Of a WgmmaTile: lines, boxes, shared (boxes of a pair of blocks); "+lines": a stage that is not whole comes line by line.
+    # Of a WgmmaTile: lines, boxes, shared (boxes of a pair of blocks); "+lines": where a stage is not whole.
     left_way: str = "lines"
     right_way: str = "lines"
     pingpong: bool = False

@@ -44,18 +44,20 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
   constexpr int kRowItems = (kRowTiles + Tile::kPair - 1) / Tile::kPair;
   constexpr int kColumnItems = (kColumnTiles + 1 - 1) / 1;
   constexpr int kItems = kRowItems * kColumnItems;  // of each matrix
+  auto* const long_before = reinterpret_cast<unsigned short*>(shared + Tile::kSharedBytes);
+  moesaic::count_long<kExperts, kThreads>(saved_counts_ptr, saved_offsets_ptr, long_before);
   moesaic::ItemQueue<Tile::kPair, kThreads / 32, /*kCounted=*/true> queue(items_taken);
   Tile tile(shared);
 
   if (Tile::fetches()) {
     moesaic::give_registers<Tile::kFetchRegisters>();
-    const auto find = [&](int n) { return moesaic::find_item<kExperts, kItems>(n, saved_counts_ptr, saved_offsets_ptr); };
+    const auto find = [&](int n) { return moesaic::find_item<kExperts, kItems>(n, long_before, saved_counts_ptr, saved_offsets_ptr); };
     if (Tile::asks()) queue.tell(find);
     for (auto next = queue.next(); next.is_one(); next = queue.next()) {
       if (Tile::asks()) queue.tell(find);  // what comes after it
       const int rest = next.number;
-      const int first_row = (rest / kColumnItems * Tile::kPair + Tile::rank()) * kTileRows;
-      const int first_column = (rest % kColumnItems) * kTileColumns;
+      const int first_row = (rest % kRowItems * Tile::kPair + Tile::rank()) * kTileRows;
+      const int first_column = (rest / kRowItems) * kTileColumns;
       const int expert = next.expert;
       const int slots = next.rows;
       const long long first_slot = next.first_slot;
@@ -71,8 +73,8 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
     Staged staged(tile.staged());
     for (auto next = queue.next(); next.is_one(); next = queue.next()) {
       const int rest = next.number;
-      const int first_row = (rest / kColumnItems * Tile::kPair + Tile::rank()) * kTileRows;
-      const int first_column = (rest % kColumnItems) * kTileColumns;
+      const int first_row = (rest % kRowItems * Tile::kPair + Tile::rank()) * kTileRows;
+      const int first_column = (rest / kRowItems) * kTileColumns;
       const int expert = next.expert;
       const int slots = next.rows;
       const long long first_slot = next.first_slot;

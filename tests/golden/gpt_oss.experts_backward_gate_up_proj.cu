@@ -16,6 +16,7 @@ constexpr int kColumns = 2880;
 constexpr int kTileRows = 128;
 constexpr int kTileColumns = 256;
 constexpr int kColumnTiles = (kColumns + kTileColumns - 1) / kTileColumns;
+constexpr int kBand = 8;  // pairs of row tiles that take columns together
 
 using Element = __nv_bfloat16;
 using Shape = moesaic::TileShape<128, 256, 64, 4, 1, false, false, 16, 16, 384>;
@@ -56,7 +57,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
       if (Tile::asks()) queue.tell(find);  // what comes after it
       const int expert = next.expert;
       const int row_tiles = (next.rows + kTileRows - 1) / kTileRows;
-      const auto item = moesaic::item_of<Tile::kPair>(next.number, Tile::rank(), row_tiles, kColumnTiles);
+      const auto item = moesaic::item_of<Tile::kPair, kBand>(next.number, Tile::rank(), row_tiles, kColumnTiles);
       const int first_row = static_cast<int>(item.row_tile) * kTileRows;
       const int rows = item.idle ? 0 : next.rows - first_row;  // of the expert that are left
       const int first_slot = next.first_slot + first_row;
@@ -73,7 +74,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
     for (auto next = queue.next(); next.is_one(); next = queue.next()) {
       const int expert = next.expert;
       const int row_tiles = (next.rows + kTileRows - 1) / kTileRows;
-      const auto item = moesaic::item_of<Tile::kPair>(next.number, Tile::rank(), row_tiles, kColumnTiles);
+      const auto item = moesaic::item_of<Tile::kPair, kBand>(next.number, Tile::rank(), row_tiles, kColumnTiles);
       const int first_row = static_cast<int>(item.row_tile) * kTileRows;
       const int rows = item.idle ? 0 : next.rows - first_row;  // of the expert that are left
       const int first_slot = next.first_slot + first_row;

@@ -47,12 +47,14 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
   constexpr int kRowItems = (kRowTiles + Tile::kPair - 1) / Tile::kPair;
   constexpr int kColumnItems = (kColumnTiles + 1 - 1) / 1;
   constexpr int kItems = kRowItems * kColumnItems;  // of each matrix
+  auto* const long_before = reinterpret_cast<unsigned short*>(shared + Tile::kSharedBytes);
+  moesaic::count_long<kExperts, kThreads>(counts_ptr, saved_offsets_ptr, long_before);
   moesaic::ItemQueue<Tile::kPair, kThreads / 32, /*kCounted=*/true> queue(items_taken);
   Tile tile(shared);
 
   if (Tile::fetches()) {
     moesaic::give_registers<Tile::kFetchRegisters>();
-    const auto find = [&](int n) { return moesaic::find_item<kExperts, kItems>(n, counts_ptr, saved_offsets_ptr); };
+    const auto find = [&](int n) { return moesaic::find_item<kExperts, kItems>(n, long_before, counts_ptr, saved_offsets_ptr); };
     if (Tile::asks()) queue.tell(find);
     for (auto next = queue.next(); next.is_one(); next = queue.next()) {
       if (Tile::asks()) queue.tell(find);  // what comes after it

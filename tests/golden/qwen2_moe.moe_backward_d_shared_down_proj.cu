@@ -44,8 +44,8 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
     moesaic::give_registers<Tile::kFetchRegisters>();
     for (long long n = blockIdx.x / Tile::kPair; n < items; n += gridDim.x / Tile::kPair) {
       const int rest = static_cast<int>(n % kItems);
-      const int first_row = (rest / kColumnItems * Tile::kPair + Tile::rank()) * kTileRows;
-      const int first_column = (rest % kColumnItems) * kTileColumns;
+      const int first_row = (rest % kRowItems * Tile::kPair + Tile::rank()) * kTileRows;
+      const int first_column = (rest / kRowItems) * kTileColumns;
       const int expert = 0;
       const int slots = static_cast<int>(tokens);
       const long long first_slot = 0;
@@ -59,8 +59,8 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
     Staged staged(tile.staged());
     for (long long n = blockIdx.x / Tile::kPair; n < items; n += gridDim.x / Tile::kPair) {
       const int rest = static_cast<int>(n % kItems);
-      const int first_row = (rest / kColumnItems * Tile::kPair + Tile::rank()) * kTileRows;
-      const int first_column = (rest % kColumnItems) * kTileColumns;
+      const int first_row = (rest % kRowItems * Tile::kPair + Tile::rank()) * kTileRows;
+      const int first_column = (rest / kRowItems) * kTileColumns;
       const int expert = 0;
       const int slots = static_cast<int>(tokens);
       const long long first_slot = 0;

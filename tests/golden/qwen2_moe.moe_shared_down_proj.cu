@@ -15,6 +15,7 @@ constexpr int kColumns = 2048;
 constexpr int kTileRows = 128;
 constexpr int kTileColumns = 256;
 constexpr int kColumnTiles = (kColumns + kTileColumns - 1) / kTileColumns;
+constexpr int kBand = 8;  // pairs of row tiles that take columns together
 
 using Element = __nv_bfloat16;
 using Shape = moesaic::TileShape<128, 256, 64, 4, 1, false, false, 16, 16, 384>;
@@ -44,7 +45,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
   if (Tile::fetches()) {
     moesaic::give_registers<Tile::kFetchRegisters>();
     for (long long n = blockIdx.x / Tile::kPair; n < items; n += gridDim.x / Tile::kPair) {
-      const auto item = moesaic::item_of<Tile::kPair>(n, Tile::rank(), row_tiles, kColumnTiles);
+      const auto item = moesaic::item_of<Tile::kPair, kBand>(n, Tile::rank(), row_tiles, kColumnTiles);
       const long long first_token = item.row_tile * kTileRows;
       const long long rows = item.idle ? 0 : tokens - first_token;
       const int first_column = item.column_tile * kTileColumns;
@@ -57,7 +58,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
     moesaic::take_registers<Tile::kWorkRegisters>();
     Staged staged(tile.staged());
     for (long long n = blockIdx.x / Tile::kPair; n < items; n += gridDim.x / Tile::kPair) {
-      const auto item = moesaic::item_of<Tile::kPair>(n, Tile::rank(), row_tiles, kColumnTiles);
+      const auto item = moesaic::item_of<Tile::kPair, kBand>(n, Tile::rank(), row_tiles, kColumnTiles);
       const long long first_token = item.row_tile * kTileRows;
       const long long rows = item.idle ? 0 : tokens - first_token;
       const int first_column = item.column_tile * kTileColumns;

@@ -8,13 +8,13 @@ namespace moesaic {
 // first[e] = what `of(rows)` says there is to do for the experts before e, from the rows of each; first[kExperts] = how much
 // there is in all. For the whole block, which may read them when this returns. `first` has kExperts + 1 + kThreads / 32
 // elements.
-template <int kExperts, int kThreads, class Of>
-__device__ __forceinline__ void count_before(const int* counts, int* first, const Of& of) {
+template <int kExperts, int kThreads, typename T, class Of>
+__device__ __forceinline__ void count_before(const int* counts, T* first, const Of& of) {
   constexpr int kOwn = (kExperts + kThreads - 1) / kThreads;  // neighbouring experts of a thread
   constexpr int kWarps = kThreads / 32;
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
-  int* const warp_totals = first + kExperts + 1;
+  T* const warp_totals = first + kExperts + 1;
 
   int before[kOwn];
   int total = 0;
@@ -30,16 +30,16 @@ __device__ __forceinline__ void count_before(const int* counts, int* first, cons
     const int other = __shfl_up_sync(0xffffffffu, upto, distance);
     if (lane >= distance) upto += other;
   }
-  if (lane == 31) warp_totals[warp] = upto;
+  if (lane == 31) warp_totals[warp] = static_cast<T>(upto);
   __syncthreads();
   int base = upto - total;
   for (int i = 0; i < kWarps; ++i) base += i < warp ? warp_totals[i] : 0;
 #pragma unroll
   for (int i = 0; i < kOwn; ++i) {
     const int expert = threadIdx.x * kOwn + i;
-    if (expert < kExperts) first[expert] = base + before[i];
+    if (expert < kExperts) first[expert] = static_cast<T>(base + before[i]);
   }
-  if (threadIdx.x == kThreads - 1) first[kExperts] = base + total;
+  if (threadIdx.x == kThreads - 1) first[kExperts] = static_cast<T>(base + total);
   __syncthreads();
 }
 
@@ -49,10 +49,21 @@ __device__ __forceinline__ void count_row_tiles(const int* counts, int* first) {
   count_before<kExperts, kThreads>(counts, first, [](int rows) { return (rows + kRows - 1) / kRows; });
 }
 
-// What kPair blocks do at a time, of the tiles of one expert: columns inside rows.
+// long_before[e] = how many of the experts before e are long, with more than twice the mean of rows. As `count_before`.
+template <int kExperts, int kThreads>
+__device__ __forceinline__ void count_long(const int* counts, const int* offsets, unsigned short* long_before) {
+  const long long all = load_one(offsets + kExperts);
+  count_before<kExperts, kThreads>(counts, long_before, [&](int rows) {
+    return static_cast<long long>(rows) * kExperts > 2 * all ? 1 : 0;
+  });
+}
+
+// What kPair blocks do at a time, of the tiles of one expert.
 //
 // A pair of blocks has two tiles below each other, which multiply the same columns of a weight: `together` they fetch them
-// once. Of an odd last row of tiles they have two beside each other.
+// once. Of an odd last row of tiles they have two beside each other. Items follow one another columns inside rows; or, where
+// an expert's weight is large, rows inside columns, in bands of kBand pairs: blocks that run at the same time then want as
+// many rows as columns, fewer bytes in all than one pair's rows and all columns.
 struct Item {
   long long row_tile;
   int column_tile;
@@ -66,11 +77,15 @@ __device__ __forceinline__ long long items_of(long long row_tiles, int column_ti
 }
 
 // `Number` is int where tiles are counted by experts, and long long where tokens alone say how many there are.
-template <int kPair, typename Number>
+template <int kPair, int kBand = 1, typename Number>
 __device__ __forceinline__ Item item_of(Number number, int rank, Number row_tiles, int column_tiles) {
-  const Number below = row_tiles / kPair * column_tiles;
+  const Number pairs = row_tiles / kPair;
+  const Number below = pairs * column_tiles;
   if (number < below) {
-    return {number / column_tiles * kPair + rank, static_cast<int>(number % column_tiles), kPair > 1, false};
+    const Number first = number / (static_cast<Number>(kBand) * column_tiles) * kBand;  // pair of the band
+    const int rest = static_cast<int>(number - first * column_tiles);
+    const int high = kBand == 1 ? 1 : static_cast<int>(at_most(kBand, pairs - first));  // pairs of the band
+    return {(first + rest % high) * kPair + rank, rest / high, kPair > 1, false};
   }
   const int column_tile = static_cast<int>(number - below) * kPair + rank;
   return {row_tiles - 1, smaller(column_tile, column_tiles - 1), false, column_tile >= column_tiles};
@@ -91,13 +106,13 @@ __device__ __forceinline__ EvenTiles even_tiles(int rows) {
   return {each, (rows - 1) / each + 1};
 }
 
-// The expert that a tile (or an item) belongs to: the last one whose first tile is not after it and that has tiles.
-template <int kExperts>
-__device__ __forceinline__ int expert_of_tile(const int* first, int tile) {
-  int low = 0, high = kExperts;  // first[low] <= tile < first[high]
+// The last expert for whom `before(e)`, which does not fall from one to the next, is not more than n.
+template <int kExperts, typename Number, class Before>
+__device__ __forceinline__ int last_expert(Number n, const Before& before) {
+  int low = 0, high = kExperts;  // before(low) <= n < before(high)
   while (high - low > 1) {
     const int middle = (low + high) / 2;
-    if (first[middle] <= tile) {
+    if (before(middle) <= n) {
       low = middle;
     } else {
       high = middle;
@@ -106,19 +121,16 @@ __device__ __forceinline__ int expert_of_tile(const int* first, int tile) {
   return low;
 }
 
+// The expert that a tile (or an item) belongs to: the last one whose first tile is not after it and that has tiles.
+template <int kExperts>
+__device__ __forceinline__ int expert_of_tile(const int* first, int tile) {
+  return last_expert<kExperts>(tile, [&](int e) { return first[e]; });
+}
+
 // The expert that a slot in use belongs to, from the first slots of all.
 template <int kExperts>
 __device__ __forceinline__ int expert_of_slot(const int* offsets, long long slot) {
-  int low = 0, high = kExperts;  // offsets[low] <= slot < offsets[high]
-  while (high - low > 1) {
-    const int middle = (low + high) / 2;
-    if (load_one(offsets + middle) <= slot) {
-      low = middle;
-    } else {
-      high = middle;
-    }
-  }
-  return low;
+  return last_expert<kExperts>(slot, [&](int e) { return load_one(offsets + e); });
 }
 
 }  // namespace moesaic

@@ -37,7 +37,21 @@ __device__ __forceinline__ QueuedItem find_item(int n, const int* first_item, co
   return {expert, n - first_item[expert], load_one(counts + expert), load_one(offsets + expert)};
 }
 
-// The same where every expert has kItems.
+// The same where every expert has kItems, which take the longer the more rows it has: those of long experts come first, or
+// the last of all could keep everybody waiting. See `count_long`.
+template <int kExperts, int kItems>
+__device__ __forceinline__ QueuedItem find_item(int n, const unsigned short* long_before, const int* counts,
+                                                const int* offsets) {
+  if (n >= kExperts * kItems) return QueuedItem::none();
+  const int place = n / kItems;  // of the expert among all
+  const int longs = long_before[kExperts];
+  const int expert = place < longs
+                         ? last_expert<kExperts>(place, [&](int e) { return static_cast<int>(long_before[e]); })
+                         : last_expert<kExperts>(place - longs, [&](int e) { return e - long_before[e]; });
+  return {expert, n % kItems, load_one(counts + expert), load_one(offsets + expert)};
+}
+
+// In the order of experts, for who has items in turn.
 template <int kExperts, int kItems>
 __device__ __forceinline__ QueuedItem find_item(int n, const int* counts, const int* offsets) {
   if (n >= kExperts * kItems) return QueuedItem::none();
