@@ -103,7 +103,7 @@ class _Emitter:
             threads=self.shape.threads,
             rows_per_block=1,
             grid="device",
-            shared_bytes=self.tile_bytes + self._table_bytes,
+            shared_bytes=self.tile_bytes,
             cluster=self.pair,
             ops=fused_ops(self.region, self._name),
         )
@@ -115,7 +115,7 @@ class _Emitter:
 
     @property
     def _table_bytes(self) -> int:
-        """Of shared memory, for which experts are long."""
+        """Of shared memory that a kernel has of its own, for which experts are long."""
         if not self._told:
             return 0
         experts = self.y.type.shape[0]
@@ -223,7 +223,7 @@ class _Emitter:
         if self._told:
             counts, offsets = self._counts_and_offsets()
             lines += [
-                "auto* const long_before = reinterpret_cast<unsigned short*>(shared + Tile::kSharedBytes);",
+                "__shared__ unsigned short long_before[kExperts + 1 + kThreads / 32];",
                 f"moesaic::count_long<kExperts, kThreads>({counts}, {offsets}, long_before);",
             ]
         return lines

@@ -328,6 +328,19 @@ def test_products_of_hopper_stay_in_registers_and_in_flight() -> None:
 
 
 @pytest.mark.nvrtc
+def test_sums_of_the_callers_stay_in_registers_and_in_flight() -> None:
+    """They leave by each thread, which reads what it adds to: sums are cleared, and a short stage has all its products."""
+    layer = mo.compile(
+        mo.Experts(128, 2048, 768, dtype="bf16"), target="sm_90a", passes="differentiate{into=gate_up_proj,down_proj}"
+    ).layer(8, weights_dtype="bf16")
+    products = [k for k in layer.kernels.values() if "before[v] + " in k.source]
+    assert len(products) == 2
+    for kernel in products:
+        compiled = compiled_kernel(kernel, Target.parse("sm_90a"))
+        assert not compiled.resources.uses_local_memory and "(C75" not in compiled.log, compiled.log
+
+
+@pytest.mark.nvrtc
 def test_results_of_eight_bytes_leave_from_registers() -> None:
     """Gates and ups in turn leave four activated columns with a thread."""
     experts = mo.Experts(4, 256, 256, bias=True, transposed=True, interleaved=True, gating=mo.ClampedSwiGLU(7.0))

@@ -51,7 +51,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
   constexpr int kRowItems = (kRowTiles + 1 - 1) / 1;
   constexpr int kColumnItems = (kColumnTiles + Tile::kPair - 1) / Tile::kPair;
   constexpr int kItems = kRowItems * kColumnItems;  // of each matrix
-  auto* const long_before = reinterpret_cast<unsigned short*>(shared + Tile::kSharedBytes);
+  __shared__ unsigned short long_before[kExperts + 1 + kThreads / 32];
   moesaic::count_long<kExperts, kThreads>(saved_counts_ptr, saved_offsets_ptr, long_before);
   moesaic::ItemQueue<Tile::kPair, kThreads / 32, /*kCounted=*/true> queue(items_taken);
   Tile tile(shared);

@@ -91,7 +91,8 @@ class WgmmaTile : public WgmmaStages<T, Shape, kLeft, kRight, kStagedBytes,
   // values[p][row][column] = the sum over k < depth of left(row, k) * right_p(column, k), of what is being fetched.
   // `rows` of the tile are there: warpgroups without any only take part in the waiting. The first product begins the sums,
   // where the compiler keeps products asynchronous even so: clearing sums takes 300 cycles. With kShortFirst, it is the first
-  // stage that may not be whole, as `fetch` has it where an operand comes both in boxes and by lines.
+  // stage that may not be whole, as `fetch` has it where an operand comes both in boxes and by lines; products of zeros are
+  // left out, where sums need not be cleared.
   template <bool kShortFirst = false>
   __device__ __forceinline__ void multiply(int depth, long long rows) {
     const bool idle = first_row() >= rows;
@@ -102,18 +103,18 @@ class WgmmaTile : public WgmmaStages<T, Shape, kLeft, kRight, kStagedBytes,
     int read = -1;  // the stage before
     const SharedMatrix rows_there = Left::matrix(stages_, first_row());  // in the first stage
     const SharedMatrix columns_there = Right::matrix(stages_ + Left::kBytes, 0);
-    const int short_steps = kShortFirst ? Stages::short_steps(depth) : 0;
-    if (kShortFirst && short_steps > 0) {
+    const int short_steps = kShortFirst && !kClears ? Stages::short_steps(depth) : 0;
+    if (kShortFirst && !kClears && short_steps > 0) {
       mbarrier_wait(full(stage_), parity_);
       if (!idle) {
         if (short_steps > 32) {
-          multiply_stage<3>(pending, rows_there, columns_there, !kClears);
+          multiply_stage<3>(pending, rows_there, columns_there, true);
           wgmma_wait<0>(pending);  // where ways meet in flight, the compiler has each product waited for
         } else if (short_steps > 16) {
-          multiply_stage<2>(pending, rows_there, columns_there, !kClears);
+          multiply_stage<2>(pending, rows_there, columns_there, true);
           wgmma_wait<0>(pending);
         } else {
-          multiply_stage<1>(pending, rows_there, columns_there, !kClears);
+          multiply_stage<1>(pending, rows_there, columns_there, true);
           wgmma_wait<0>(pending);
         }
       }
