@@ -10,6 +10,7 @@ from moesaic.codegen.lines import STORAGE, Line
 from moesaic.codegen.names import Names
 from moesaic.ir.core import Block, BlockArgument, Value, columns_of
 from moesaic.ir.errors import InternalError, UnsupportedError
+from moesaic.ir.ops import slot
 from moesaic.ir.ops.launch import Kernel
 
 
@@ -72,6 +73,10 @@ class Parameters(Names):
     def rows_pointer(self, index: int) -> tuple[str, str]:
         """The address of an operand, and the elements between its rows."""
         return self.pointer(index), self.stride(index, "elements between rows")
+
+    def counts_and_offsets(self, op: slot.GroupedLinear | slot.GroupedWgrad) -> tuple[str, str]:
+        """The addresses of the rows in use of each expert, and of its first one."""
+        return self.pointer(self.index(op.counts)), self.pointer(self.index(op.offsets))
 
     def row_stride(self, index: int) -> str:
         """Elements between the rows of the matrices [E, m, n] of an operand."""

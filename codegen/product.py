@@ -263,10 +263,7 @@ class _Emitter:
 
     def _counts_and_offsets(self) -> tuple[str, str]:
         assert isinstance(self.product, slot.GroupedLinear)
-        counts, offsets = (
-            self.parameters.pointer(self.parameters.index(v)) for v in (self.product.counts, self.product.offsets)
-        )
-        return counts, offsets
+        return self.parameters.counts_and_offsets(self.product)
 
     # ---------------------------------------------------------------------------------------- warps that fetch
 

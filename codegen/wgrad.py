@@ -248,10 +248,7 @@ class _Emitter:
 
     def _counts_and_offsets(self) -> tuple[str, str]:
         assert isinstance(self.wgrad, slot.GroupedWgrad)
-        counts, offsets = (
-            self.parameters.pointer(self.parameters.index(v)) for v in (self.wgrad.counts, self.wgrad.offsets)
-        )
-        return counts, offsets
+        return self.parameters.counts_and_offsets(self.wgrad)
 
     def _place(self) -> list[str]:
         of_row, of_column = (

@@ -329,7 +329,7 @@ def test_products_of_hopper_stay_in_registers_and_in_flight() -> None:
 
 @pytest.mark.nvrtc
 def test_sums_of_the_callers_stay_in_registers_and_in_flight() -> None:
-    """They leave by each thread, which reads what it adds to: sums are cleared, and a short stage has all its products."""
+    """They leave by each thread, which reads what it adds to: sums are cleared, a short stage has all its products."""
     layer = mo.compile(
         mo.Experts(128, 2048, 768, dtype="bf16"), target="sm_90a", passes="differentiate{into=gate_up_proj,down_proj}"
     ).layer(8, weights_dtype="bf16")
