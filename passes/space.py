@@ -119,7 +119,7 @@ FAMILIES: Mapping[str, Family] = {
         ),
     ),
     "product": Family(2, _TILES),
-    "wgrad": Family(1, _TILES),
+    "wgrad": Family(2, _TILES),
     "combine": Family(1, (_THREADS,)),
     "slot_rows": Family(1, (_THREADS,)),
 }

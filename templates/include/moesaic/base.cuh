@@ -111,6 +111,13 @@ __device__ __forceinline__ void check_access(const void* address, unsigned bytes
 #endif
 }
 
+// And where a write to shared memory goes, if what lies there says so.
+__device__ __forceinline__ void check_shared(const void* address, unsigned bytes) {
+#ifdef MOESAIC_EMULATE
+  moesaic_emulate_shared_access(address, bytes, bytes);
+#endif
+}
+
 // kCount consecutive elements in words as wide as kAlign bytes of alignment allow, at most 16 bytes each.
 template <int kCount, int kAlign, typename T>
 __device__ __forceinline__ void load(const T* address, T (&values)[kCount]) {

@@ -364,6 +364,7 @@ __device__ __forceinline__ void place_picks(int count, int here, const int* base
     int place = histograms[expert] + static_cast<int>(ranked[i] & 0xffff);
     if (run > 0) place += histograms[run * kExperts + expert];
     ranked[i] = of_expert(expert, place);
+    check_shared(ordered + place, sizeof(unsigned));
     ordered[place] = of_expert(expert, i);
   }
 #pragma unroll unrolled(kExperts, kThreads)
