@@ -20,10 +20,11 @@ that users run looks for the fastest among the times that were measured, with 20
     rule     microseconds of the rule's choice, all of the fastest of all, 20 of the fastest of the 20
     off      how much slower the latter is
 
-*Grow*: routers and layers of experts are called, forward and backward, for each number of tokens, and every kernel with
-a choice is searched for with 20 trials. ``<target>-<SMs>.json`` is the table for ``runtime/tuned``, ``grow.txt`` what
-it gains. ``--install`` leaves out what wins less than 3 %, and 10 % where a kernel writes [T, E] for many tokens: then
-bandwidth decides, which cards of one target and as many multiprocessors need not share.
+*Grow*: routers, with losses and without, and layers of experts are called, forward and backward, for each number of
+tokens, and every kernel with a choice is searched for with 20 trials. ``<target>-<SMs>.json`` is the table for
+``runtime/tuned``, ``grow.txt`` what it gains. ``--install`` leaves out what wins less than 3 %, and 10 % where a kernel
+writes [T, E] for many tokens: then bandwidth decides, which cards of one target and as many multiprocessors need not
+share.
 """
 
 from __future__ import annotations
@@ -141,6 +142,11 @@ def work() -> Iterator[Work]:
         for case in EXPERTS:
             of_experts = (16384,) if tokens == many[:1] else (4096, 512)
             yield Work(f"experts {case.name}", "experts", case.name, experts(case.name), of_experts)
+    balance = {"balance": mo.LoadBalance(coef=1e-2)}
+    for e, k, options in timed:
+        for outputs in (("weights", "indices", "counts"), (*DENSE, "counts")):
+            name = f"losses {e}x{k}{' groups' if options else ''}{' dense' if DENSE[0] in outputs else ''}"
+            yield Work(name, "losses", f"{e}x{k}", router(e, k, outputs=outputs, losses=balance, **options), many)
     for e, k in ((896, 16), (384, 8), (160, 6), (128, 4), (64, 8), (60, 4), (32, 4), (16, 1)):
         yield Work(f"router {e}x{k}", "routers", f"{e}x{k}", router(e, k), many)
     for dtype in ("bf16", "fp32"):
@@ -518,7 +524,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     p.add_argument("--out", type=Path, default=Path("tuning"), help="folder of results (default: %(default)s)")
     p.add_argument("--seconds", type=float, default=0.0, help="for everything; 0: no limit")
     p.add_argument("--only", choices=("prove", "grow"), help="one of the two parts")
-    p.add_argument("--layers", type=lambda t: t.split(","), help="of routers, experts, presets (grow)")
+    p.add_argument("--layers", type=lambda t: t.split(","), help="of routers, experts, losses, presets (grow)")
     p.add_argument("--tokens", type=lambda t: [int(n) for n in t.split(",")], help="only these (grow)")
     p.add_argument("--shapes", type=lambda t: t.split(","), help="only what has one of these in its name")
     p.add_argument(

@@ -372,7 +372,7 @@ def test_what_is_tuned_and_proven(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     monkeypatch.setitem(sys.modules, found.name, tuning)
     found.loader.exec_module(tuning)
     layers = list(tuning.work())
-    assert {one.group for one in layers} == {"routers", "experts", "presets"}
+    assert {one.group for one in layers} == {"routers", "experts", "losses", "presets"}
     assert len({(one.name, one.tokens) for one in layers}) == len(layers)
     made = [one.make() for one in layers if one.group == "routers"]
     sizes = {(layer._declared.num_experts, layer._declared.top_k) for layer in made}
