@@ -63,11 +63,17 @@ class _Emitter:
             self.columns,
             self.shape,
             self._tile_columns,
-            target.shared_optin - self.tile_bytes - self._table_bytes,
+            target.shared_optin - self.tile_bytes - self._table_bytes - self.shape.queue_bytes,
         )
         if self.shape.swapped and self.staging is None:
             raise UnsupportedError(f"{op.symbol}: results have no room to leave a tile with swapped operands by")
         self.tile_bytes += self.staging.bytes if self.staging is not None else 0
+        shared = self.tile_bytes + self._table_bytes + self.shape.queue_bytes
+        if shared > target.shared_optin:
+            raise UnsupportedError(
+                f"{op.symbol}: tiles and where those of {self._experts()} experts begin need {shared} bytes of shared "
+                f"memory a block, but {target} has {target.shared_optin}; leave tile to the rule"
+            )
 
     def generate(self) -> GeneratedKernel:
         body = self._body()

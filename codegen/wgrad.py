@@ -62,7 +62,7 @@ class _Emitter:
         self.index = op.reads + self.region.terminator.operands.index(value)
         self.staging: Staging | None = None
         if onto is None:
-            room = target.shared_optin - self.tile_bytes - self._table_bytes
+            room = target.shared_optin - self.tile_bytes - self._table_bytes - self.shape.queue_bytes
             self.staging = Staging.of_matrices(self.parameters, self.index, self.shape, self.shape.columns, room)
             self.tile_bytes += self.staging.bytes if self.staging is not None else 0
         if self.shape.swapped and self.staging is None:

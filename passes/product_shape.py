@@ -23,6 +23,8 @@ STAGED_ROWS = 16
 """That it puts into shared memory at a time, of 64 columns and each warpgroup, where they leave."""
 STAGED_MATRIX_ROWS = 64
 """The same of a gradient, and of tiles whose operands are not swapped."""
+_QUEUE_BYTES = 128  # of shared memory that an `ItemQueue` has of its own
+_MOST_EXPERTS = 4096  # whose table has room beside any tile by wgmma
 _LARGE_WEIGHT = 16 << 20  # bytes of one matrix, of 50 MB that the L2 cache of Hopper has
 _BAND = 8  # pairs; 66 of them run at once
 _WIDE_MATRIX = 16  # items beside each other
@@ -104,10 +106,11 @@ class ProductShape:
             swaps: whether the operands of wgmma may be swapped; see `swaps_operands` and `swaps_matrix`.
         """
         whole = max(64, _power_of_two(columns))
-        if swaps and tall and (tile == "swapped" or (hopper and not tile)) and dtype in _SIXTEEN_BITS and whole >= 128:
-            return cls("SwappedTile", *SWAPPED_MATRIX, 64, 4, 384, 1)
-        if swaps and not tall and tile == "swapped" and dtype in _SIXTEEN_BITS and parts * whole >= 256:
-            return cls("SwappedTile", SWAPPED_ROWS, 256 // parts, 64, 4, 384, 1)
+        if swaps and dtype in _SIXTEEN_BITS and (tile == "swapped" or (tall and hopper and not tile)):
+            if tall and whole >= 128:
+                return cls("SwappedTile", *SWAPPED_MATRIX, 64, 4, 384, 1)
+            if not tall and parts * whole >= 256:
+                return cls("SwappedTile", SWAPPED_ROWS, 256 // parts, 64, 4, 384, 1)
         tile = "" if tile == "swapped" else tile
         wgmma = (hopper and not tile) or tile in ("cooperative", "pingpong")
         if wgmma and dtype in _SIXTEEN_BITS and parts * whole >= 128:
@@ -141,6 +144,11 @@ class ProductShape:
         """Whether blocks of a product over experts are told their next item (``items.cuh``), and may take it by a
         count. Of warpgroups that have tiles in turn, one finds its next tile while the other multiplies."""
         return self.fetches and not self.pingpong
+
+    @property
+    def queue_bytes(self) -> int:
+        """Of shared memory that a kernel has of its own beside its tile, to tell what is next."""
+        return _QUEUE_BYTES if self.told else 0
 
     @property
     def swapped(self) -> bool:
@@ -232,12 +240,13 @@ def product_shape(region: Block, *, tile: str = "", hopper: bool = False, allow_
             columns = narrow_columns(region)
             in_turn = any(o.interleaved for o in region.ops if isinstance(o, slot.Split | slot.Join))
             parts = 2 if outer != columns and not in_turn else 1
+            experts = op.weight.type.shape[0] if isinstance(op, slot.GroupedLinear) else 1
             return ProductShape.of(
                 op.x.type.dtype,
                 parts,
                 outer // parts,
                 tile=tile,
-                hopper=hopper,
+                hopper=hopper and isinstance(experts, int) and experts <= _MOST_EXPERTS,
                 allow_tf32=allow_tf32,
                 reads=reads_columns(region, columns),
                 swaps=swaps_operands(region, columns),

@@ -274,8 +274,10 @@ class Space:
         if shape.tile != rule.tile and not (shape.fetches and rule.fetches):
             return f"tiles by {rule.tile} and by {shape.tile} round differently"
         rows = SWAPPED_ROWS if self.op.template == "product" else SWAPPED_MATRIX[0]
-        if (shape.swapped and shape.rows != rows) or (shape.rows == SWAPPED_ROWS and not shape.swapped):
-            return f"{rows} rows are those of a tile with its operands swapped, which has no others"
+        if shape.swapped and shape.rows != rows:
+            return f"with operands swapped, a tile has {rows} rows"
+        if shape.rows == SWAPPED_ROWS and not shape.swapped:
+            return f"{SWAPPED_ROWS} rows are those of a tile with its operands swapped"
         region = self.op.region
         assert region is not None
         size, parts, width, across, summed = self._operands
@@ -296,7 +298,7 @@ class Space:
             return problem
         lines = Lines(across, 16)
         shared = shape.shared_bytes(size, parts, Lines(self.op.template == "wgrad", 16), lines)
-        shared += self._table_bytes(shape) + (swapped_bytes(region) if shape.swapped else 0)
+        shared += self._table_bytes(shape) + shape.queue_bytes + (swapped_bytes(region) if shape.swapped else 0)
         if shared > self.limits.shared_optin or shared * shape.blocks > self.limits.shared_per_sm:
             return f"{shape.blocks} blocks need {shared} bytes of shared memory each"
         return ""

@@ -10,8 +10,11 @@ from __future__ import annotations
 import copy
 import pickle
 import re
+import shutil
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,9 +24,10 @@ from routing import COMPILED, device_of, sweep
 from waiting import waits_first
 
 import moesaic as mo
+from moesaic.codegen import nvrtc
 from moesaic.codegen.disassemble import disassemble
 from moesaic.codegen.target import Target
-from moesaic.ir.errors import InputError, InputTypeError, UnsupportedError
+from moesaic.ir.errors import EmulationError, InputError, InputTypeError, UnsupportedError
 from moesaic.ir.types import DType
 from moesaic.passes import product_shape
 from moesaic.runtime.execute import RUNNERS
@@ -338,6 +342,78 @@ def test_sums_of_the_callers_stay_in_registers_and_in_flight() -> None:
     for kernel in products:
         compiled = compiled_kernel(kernel, Target.parse("sm_90a"))
         assert not compiled.resources.uses_local_memory and "(C75" not in compiled.log, compiled.log
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize(
+    ("experts", "symbols"),
+    [
+        (480, ("down_proj", "backward_gate_up_proj")),
+        (970, ("backward_d_down_proj", "backward_d_gate_up_proj")),
+        (9000, ("down_proj", "backward_down_proj")),
+    ],
+)
+def test_tables_of_many_experts_leave_room(experts: int, symbols: tuple[str, ...]) -> None:
+    """What a block has of shared memory beside what the launch gives it counts, too: tables, and where it is told what
+    is next. With more experts than fit beside any tile by wgmma, products take others."""
+    target = Target.parse("sm_90a")
+    layer = mo.compile(mo.Experts(experts, 256, 256, dtype="bf16"), target="sm_90a").layer(8, weights_dtype="bf16")
+    for symbol in symbols:
+        kernel = layer.kernels[f"experts_{symbol}"]
+        own = compiled_kernel(kernel, target).resources.static_shared_bytes
+        assert kernel.shared_bytes + own <= target.shared_optin
+        assert ("MmaTile<" in kernel.source.replace("WgmmaTile", "")) == (experts == 9000)
+    if experts == 9000:
+        asked = mo.compile(
+            mo.Experts(experts, 256, 256, dtype="bf16"), target="sm_90a", passes="specialize{tile=cooperative}"
+        ).layer(8)
+        with pytest.raises(UnsupportedError, match=r"of 9000 experts begin need .* leave tile to the rule"):
+            _ = asked.source
+
+
+# Of a short first stage: from where on, what is replaced in a tile's header, and by what.
+SHORT_STAGES = {
+    "none": ("", "", ""),
+    "full": ("if (short_steps > 0)", "mbarrier_wait(full(stage_), parity_);", ""),
+    "released": ("if (short_steps > 0)", "release(stage_);", ""),
+    "passed": ("if (short_steps > 0)", "advance();", ""),
+    "products": ("multiply_short(int steps", "16 * (kMost - 1)", "16 * kMost"),
+    "begins": ("multiply_short(int steps", "/*begins=*/true", "/*begins=*/false"),
+    "waited": ("multiply_short(int steps", "wgmma_wait<0>(pending);", ""),
+}
+
+
+@pytest.mark.emulate
+@pytest.mark.parametrize(
+    ("mistake", "tile"),
+    [
+        (mistake, tile)
+        for mistake in SHORT_STAGES
+        for tile in ("wgmma", "swapped")  # of down's matrices, and of up's
+        if (mistake, tile) != ("waited", "wgmma")  # so few matrices are down's that no stage is fetched again in time
+    ],
+)
+def test_mistakes_in_a_short_stage_show(
+    mistake: str, tile: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every expert has one stage of few steps, or one before a whole one; there are more of them than stages."""
+    experts = mo.Experts(24, 136, 136, name=f"experts_{mistake}_{tile}")  # a program of its own
+    rows = torch.tensor([3, 20, 40, 70] * 6)
+    ids = torch.repeat_interleave(torch.arange(24, dtype=torch.int32), rows).reshape(-1, 2)
+    given = tensors_for(experts, len(ids), 2, torch.bfloat16, ids=ids)
+    cotangent = cotangent_for(len(ids), 136, torch.bfloat16)
+    include = tmp_path / "include"
+    shutil.copytree(nvrtc.helper_include_dirs()[0], include)
+    header = include / "moesaic" / f"tile_{tile}.cuh"
+    text = header.read_text()
+    place, old, new = SHORT_STAGES[mistake]
+    at = text.index(place)
+    assert old in text[at:]
+    header.write_text(text[:at] + text[at:].replace(old, new, 1))
+    monkeypatch.setattr(nvrtc, "helper_include_dirs", lambda: [include])
+    layer = mo.compile(experts, backend="emulate", passes="specialize{tile=swapped}")
+    with nullcontext() if mistake == "none" else pytest.raises((AssertionError, EmulationError)):
+        check(run(layer, given, cotangent, "cpu"), exact(experts, given, cotangent), torch.bfloat16)
 
 
 @pytest.mark.nvrtc

@@ -159,6 +159,24 @@ __device__ __forceinline__ void store_one(T* address, T value) {
   *address = value;
 }
 
+// --------------------------------------------------------------------------------------------------------- lanes
+
+constexpr unsigned kAllLanes = 0xffffffffu;
+constexpr int kWarp = 32;
+
+// The sum of what lanes of lower numbers have, and the sum of all.
+__device__ __forceinline__ int warp_before(int x, int& total) {
+  const int lane = threadIdx.x % kWarp;
+  int sum = x;
+#pragma unroll
+  for (int distance = 1; distance < kWarp; distance *= 2) {
+    const int below = __shfl_up_sync(kAllLanes, sum, distance);
+    sum += lane >= distance ? below : 0;
+  }
+  total = __shfl_sync(kAllLanes, sum, kWarp - 1);
+  return sum - x;
+}
+
 // --------------------------------------------------------------------------------------------- scalar functions
 
 __device__ __forceinline__ float not_a_number() { return __uint_as_float(0x7fffffffu); }

@@ -162,20 +162,7 @@ __device__ __forceinline__ int rows_of_expert(double capacity, long long tokens)
   return static_cast<int>(rows < static_cast<double>(tokens) ? rows : static_cast<double>(tokens));
 }
 
-// The sum of what lanes of lower numbers have, and the sum of all.
-__device__ __forceinline__ int warp_before(int x, int& total) {
-  const int lane = threadIdx.x % kWarp;
-  int sum = x;
-#pragma unroll
-  for (int distance = 1; distance < kWarp; distance *= 2) {
-    const int below = __shfl_up_sync(kAllLanes, sum, distance);
-    sum += lane >= distance ? below : 0;
-  }
-  total = __shfl_sync(kAllLanes, sum, kWarp - 1);
-  return sum - x;
-}
-
-// The same of threads. The caller has a barrier between two calls.
+// `warp_before` of all threads. The caller has a barrier between two calls.
 template <int kThreads>
 __device__ __forceinline__ int block_before(int x, int& total) {
   constexpr int kWarps = kThreads / kWarp;

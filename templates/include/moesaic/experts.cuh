@@ -11,9 +11,8 @@ namespace moesaic {
 template <int kExperts, int kThreads, typename T, class Of>
 __device__ __forceinline__ void count_before(const int* counts, T* first, const Of& of) {
   constexpr int kOwn = (kExperts + kThreads - 1) / kThreads;  // neighbouring experts of a thread
-  constexpr int kWarps = kThreads / 32;
-  const int lane = threadIdx.x % 32;
-  const int warp = threadIdx.x / 32;
+  constexpr int kWarps = kThreads / kWarp;
+  const int warp = threadIdx.x / kWarp;
   T* const warp_totals = first + kExperts + 1;
 
   int before[kOwn];
@@ -24,15 +23,10 @@ __device__ __forceinline__ void count_before(const int* counts, T* first, const 
     before[i] = total;
     if (expert < kExperts) total += of(load_one(counts + expert));
   }
-  int upto = total;  // of the lanes up to this one
-#pragma unroll
-  for (int distance = 1; distance < 32; distance *= 2) {
-    const int other = __shfl_up_sync(0xffffffffu, upto, distance);
-    if (lane >= distance) upto += other;
-  }
-  if (lane == 31) warp_totals[warp] = static_cast<T>(upto);
+  int of_warp;
+  int base = warp_before(total, of_warp);
+  if (threadIdx.x % kWarp == 0) warp_totals[warp] = static_cast<T>(of_warp);
   __syncthreads();
-  int base = upto - total;
   for (int i = 0; i < kWarps; ++i) base += i < warp ? warp_totals[i] : 0;
 #pragma unroll
   for (int i = 0; i < kOwn; ++i) {

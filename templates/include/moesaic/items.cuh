@@ -69,6 +69,7 @@ class ItemQueue {
     Mbarrier told[kSlots];  // an item is there
     Mbarrier read[kSlots];  // all warps have read it, of both blocks; the first block's
   };
+  static_assert(sizeof(Memory) == 128, "what room there is beside a tile is worked out with");
 
  public:
   __device__ __forceinline__ explicit ItemQueue(int* counter) : counter_(counter), next_(blockIdx.x / kPair) {

@@ -8,9 +8,6 @@
 
 namespace moesaic {
 
-constexpr unsigned kAllLanes = 0xffffffffu;
-constexpr int kWarp = 32;
-
 __host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 __host__ __device__ constexpr int next_power_of_two(int n) {
   int p = 1;

@@ -84,19 +84,10 @@ class SwappedTile
     const SharedMatrix rows_there = Left::matrix(stages_, 0);  // in the first stage
     const SharedMatrix columns_there = Right::matrix(stages_ + Left::kBytes, first_column());
     const int short_steps = kShortFirst ? Stages::short_steps(depth) : 0;
-    if (kShortFirst && short_steps > 0) {
+    if (short_steps > 0) {
       mbarrier_wait(full(stage_), parity_);
       if constexpr (kRows > 0) {
-        if (short_steps > 32) {
-          multiply_stage<kRows, 3>(pending, rows_there, columns_there, true);
-          wgmma_wait<0>(pending);  // where ways meet in flight, the compiler has each product waited for
-        } else if (short_steps > 16) {
-          multiply_stage<kRows, 2>(pending, rows_there, columns_there, true);
-          wgmma_wait<0>(pending);
-        } else {
-          multiply_stage<kRows, 1>(pending, rows_there, columns_there, true);
-          wgmma_wait<0>(pending);
-        }
+        multiply_short<kRows, Shape::kK / 16 - 1>(short_steps, pending, rows_there, columns_there);
       }
       release(stage_);
       advance();
@@ -136,6 +127,17 @@ class SwappedTile
       multiply_blocks<kRows>(pending, columns_here, rows_here, k, begins && k == 0, Blocks<kBlocks>());
     }
     wgmma_commit(pending);
+  }
+
+  // Those that have any of so few steps, as in tile_wgmma.cuh.
+  template <int kRows, int kMost>
+  __device__ __forceinline__ void multiply_short(int steps, PendingProducts& pending, SharedMatrix rows,
+                                                 SharedMatrix columns) {
+    if constexpr (kMost > 1) {
+      if (steps <= 16 * (kMost - 1)) return multiply_short<kRows, kMost - 1>(steps, pending, rows, columns);
+    }
+    multiply_stage<kRows, kMost>(pending, rows, columns, /*begins=*/true);
+    wgmma_wait<0>(pending);
   }
 
   // Block after block of 64 columns: which one is a constant of the instruction's registers.

@@ -104,20 +104,9 @@ class WgmmaTile : public WgmmaStages<T, Shape, kLeft, kRight, kStagedBytes,
     const SharedMatrix rows_there = Left::matrix(stages_, first_row());  // in the first stage
     const SharedMatrix columns_there = Right::matrix(stages_ + Left::kBytes, 0);
     const int short_steps = kShortFirst && !kClears ? Stages::short_steps(depth) : 0;
-    if (kShortFirst && !kClears && short_steps > 0) {
+    if (short_steps > 0) {
       mbarrier_wait(full(stage_), parity_);
-      if (!idle) {
-        if (short_steps > 32) {
-          multiply_stage<3>(pending, rows_there, columns_there, true);
-          wgmma_wait<0>(pending);  // where ways meet in flight, the compiler has each product waited for
-        } else if (short_steps > 16) {
-          multiply_stage<2>(pending, rows_there, columns_there, true);
-          wgmma_wait<0>(pending);
-        } else {
-          multiply_stage<1>(pending, rows_there, columns_there, true);
-          wgmma_wait<0>(pending);
-        }
-      }
+      if (!idle) multiply_short<Shape::kK / 16 - 1>(short_steps, pending, rows_there, columns_there);
       release(stage_);
       advance();
     }
@@ -172,6 +161,18 @@ class WgmmaTile : public WgmmaStages<T, Shape, kLeft, kRight, kStagedBytes,
       multiply_blocks(pending, rows_here, columns_here, k, begins && k == 0, Blocks<kBlocks>());
     }
     wgmma_commit(pending);
+  }
+
+  // Those that have any of so few steps, kMost at most, and the wait for them: of ways that meet in flight, the compiler has
+  // each product waited for.
+  template <int kMost>
+  __device__ __forceinline__ void multiply_short(int steps, PendingProducts& pending, SharedMatrix rows,
+                                                 SharedMatrix columns) {
+    if constexpr (kMost > 1) {
+      if (steps <= 16 * (kMost - 1)) return multiply_short<kMost - 1>(steps, pending, rows, columns);
+    }
+    multiply_stage<kMost>(pending, rows, columns, /*begins=*/true);
+    wgmma_wait<0>(pending);
   }
 
   // Block after block of 64 rows: which one is a constant of the instruction's registers.

@@ -42,6 +42,7 @@ struct BoxesAndLines {
   Lines lines;
 };
 
+// Whether an operand is one.
 template <class Operand>
 constexpr bool kComesInBoth = false;
 template <class Lines>
