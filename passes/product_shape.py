@@ -81,12 +81,14 @@ class ProductShape:
         reads: bool = False,
         tall: bool = False,
         swaps: bool = False,
+        alone: bool = False,
     ) -> ProductShape:
         """The rule: tensor cores for 16-bit operands; 128 columns in all parts together, or as few as there are.
 
         On Hopper, tiles by wgmma have two warpgroups that multiply, and four warps that fetch for them. They share a
         tile of 128 x 256, which needs the least of what it multiplies from the L2 cache, unless much is left to do
-        after a product: then they have tiles of 64 x 256 in turn, or of 128 x 128 where there are no more columns.
+        after a product: then they have tiles of 64 x 256 in turn, or of 128 x 128 where there are no more columns. So
+        they do where one weight of so few columns is all there is, a gate: tiles of 256 rows would be half as many.
         Where 256 rows and 128 columns are a tile, operands are swapped if they may be, to read less of shared memory.
         Tiles by mma.sync have four warps of 64 x 64, which read the least of shared memory for each product; two such
         blocks share a multiprocessor, so that one multiplies while the other is at its epilogue. Float32 operands go to
@@ -104,6 +106,7 @@ class ProductShape:
             tall: whether a tile that is shared has 256 rows and 128 columns, rather than 128 and 256: where the left
                 operand is what a pair of blocks has in common.
             swaps: whether the operands of wgmma may be swapped; see `swaps_operands` and `swaps_matrix`.
+            alone: whether all rows take the same weight.
         """
         whole = max(64, _power_of_two(columns))
         if swaps and dtype in _SIXTEEN_BITS and (tile == "swapped" or (tall and hopper and not tile)):
@@ -116,9 +119,10 @@ class ProductShape:
         if wgmma and dtype in _SIXTEEN_BITS and parts * whole >= 128:
             if reads and not tile and parts * whole >= 256:
                 return cls("WgmmaTile", 64, 256 // parts, 64, 5, 384, 1, True)
-            if tile == "pingpong" or (reads and not tile):
+            narrow = parts * whole < 256
+            if tile == "pingpong" or ((reads or (alone and narrow)) and not tile):
                 return cls("WgmmaTile", 128, 128 // parts, 64, 6, 384, 1, True)
-            if tall or parts * whole < 256:
+            if tall or narrow:
                 return cls("WgmmaTile", 256, 128 // parts, 64, 4, 384, 1)
             return cls("WgmmaTile", 128, 256 // parts, 64, 4, 384, 1)
         if dtype in _SIXTEEN_BITS and tile != "simt":
@@ -250,6 +254,7 @@ def product_shape(region: Block, *, tile: str = "", hopper: bool = False, allow_
                 allow_tf32=allow_tf32,
                 reads=reads_columns(region, columns),
                 swaps=swaps_operands(region, columns),
+                alone=isinstance(op, slot.Linear),
             )
         if isinstance(op, slot.Outer):
             width = op.sizes()[1]

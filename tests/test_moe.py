@@ -10,6 +10,7 @@ import copy
 import importlib
 import importlib.util
 import pickle
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -495,6 +496,17 @@ def test_one_row_program_and_no_more_products_than_needed() -> None:
     assert backward.count("= kernel.wgrad") == 3
     assert backward.count("= kernel.row_program") == 1
     assert "row.topk" not in backward
+
+
+@pytest.mark.parametrize(
+    ("experts", "tile"),
+    [(64, "MmaTile  rows=128  columns=64"), (128, "schedule=pingpong  rows=128  columns=128"),
+     (256, "schedule=cooperative  rows=128  columns=256")],
+)  # fmt: skip
+def test_a_gate_has_as_many_tiles_as_rows_allow(experts: int, tile: str) -> None:
+    """Of 256 rows and 128 columns, 16384 tokens would be 64 tiles: half of the multiprocessors would do nothing."""
+    layer = mo.MoE(mo.Router(experts, 8), mo.Experts(experts, 256, 128), outputs=("hidden",), dtype="bf16")
+    assert re.search(f"tile=.*{tile}", mo.compile(layer, target="sm_90a").layer().kernels["moe_gate_weight"].source)
 
 
 def test_sums_that_meet_their_row_are_a_routers() -> None:
