@@ -272,14 +272,12 @@ class Epilogue:
         to = self.numbers if self.ahead else self.for_row
         to.append(f"const int {pick} = moesaic::load_one({self.parameters.pointer(picks)} + slot);")
         stride = self.parameters.stride(weights)
-        where = f"{pointer} + static_cast<long long>({pick} / {top_k}) * {stride} + {pick} % {top_k}"
-        self._number(op.y, f"moesaic::to_float(moesaic::load_one({where}))", f"  // {self._comment(op)}")
+        number = f"moesaic::pick_number<{top_k}>({pointer}, {stride}, {pick})"
+        self._number(op.y, number, f"  // {self._comment(op)}")
 
     def _expert_rows(self, op: slot.ExpertRows) -> None:
         index = self.parameters.index(op.x)
         pointer = f"{self.parameters.pointer(index)} + expert * {self.parameters.stride(index)}"
-        if self.is_halves(op.y):
-            pointer = f"({pointer})"
         # The storage type of the vector decides how it is aligned, not that of the value.
         align = python_math.gcd(self.parameters.align(index), 16)
         self._load_as(op.y, op.x.type.dtype, pointer, align)

@@ -4,8 +4,9 @@ An op's lines of CUDA are told by the comments that the text carries, lines of P
 compiler writes under ``--generate-line-info``. What a helper's code was inlined to belongs to the line of the kernel
 that called it.
 
-A comment behind an assignment is about that line. A comment on a line of its own, or behind anything else, is about
-what follows, too: up to an empty line, the end of the block, or the next op. An op on gates and ups has two lines.
+A comment behind an assignment is about that statement, which may have begun in a line above (``layout.py``). A comment
+on a line of its own, or behind anything else, is about what follows, too: up to an empty line, the end of the block, or
+the next op. An op on gates and ups has two lines.
 """
 
 from __future__ import annotations
@@ -88,6 +89,7 @@ def _owners(lines: Sequence[str], ops: Sequence[FusedOp]) -> tuple[int, ...]:
     owners: list[int] = []
     current, margin = KERNEL, 0
     gate = ""  # what the line before declares, if that is one half of an op on gates and ups
+    begun: list[str] = []  # lines of a statement that goes on
     for line in lines:
         code, mark, note = line.partition("// ")
         named = numbers.get(note.strip()) if mark else None
@@ -98,13 +100,16 @@ def _owners(lines: Sequence[str], ops: Sequence[FusedOp]) -> tuple[int, ...]:
             named = owners[-1]
         gate = declared[1].removesuffix("_gate") if declared is not None and declared[1].endswith("_gate") else ""
         if named is not None:
-            owners.append(named)
-            goes_on = not stripped or not re.search(r"[^=!<>+*/-]=[^=]|\+=", stripped)
+            owners[len(owners) - len(begun) :] = [named] * (len(begun) + 1)
+            goes_on = not stripped or not re.search(r"[^=!<>+*/-]=[^=]|\+=", " ".join((*begun, stripped)))
             current, margin = (named, indent) if goes_on else (KERNEL, 0)
+            begun = []
             continue
         if not line.strip() or (indent < margin and not line.startswith("#")):
             current = KERNEL
         owners.append(current)
+        unfinished = stripped and not stripped.startswith("#") and stripped[-1] not in ";{}:"
+        begun = [*begun, stripped] if unfinished else []
     return tuple(owners)
 
 

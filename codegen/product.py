@@ -370,7 +370,7 @@ class _Emitter:
         else:
             assert isinstance(rows, OpResult) and isinstance(rows.op, slot.Gather)
             tokens = self.parameters.pointer(self.parameters.index(rows.op.tokens))
-            where = f"{x} + static_cast<long long>(moesaic::load_one({tokens} + {first} + r)) * {stride}"
+            where = f"moesaic::token_row({x}, {stride}, {tokens} + {first} + r)"
         return [f"const auto left = [&](int r) -> const Element* {{ return {where}; }};"]
 
     def _right_lines(self) -> list[str]:

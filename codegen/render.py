@@ -10,6 +10,7 @@ from typing import Any
 import jinja2
 
 from moesaic import __version__
+from moesaic.codegen.layout import laid_out
 from moesaic.ir.ops.launch import Kernel
 from moesaic.ir.printer import print_op
 
@@ -28,7 +29,8 @@ def environment() -> jinja2.Environment:
 
 
 def render(template: str, parameters: Mapping[str, Any]) -> str:
-    return environment().get_template(template).render(parameters)
+    """The text of a kernel."""
+    return laid_out(environment().get_template(template).render(parameters))
 
 
 def banner(op: Kernel, what: str) -> str:

@@ -204,8 +204,10 @@ class Staging:
             map = parameters.tensor_map(output.index, self.rows, self.columns)
             distance = f"{columns_of(parameters.given(output.index))}LL"
             address = f"{pointer} + {f'{matrix} * {stride} + ' if stride else ''}row * {distance} + {output.column}"
+            box = f"{pointer.removesuffix('_ptr')}_box{'' if output.column == 'box_column' else '2'}"
             lines += [
+                f"{self.element}* const {box} = {address};",
                 f"staged.store({number}, {map}, {output.column}, static_cast<int>(row), {matrix}, valid,",
-                f"             kColumns - box_column, {address}, {distance});",
+                f"             kColumns - box_column, {box}, {distance});",
             ]
         return lines

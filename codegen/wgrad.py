@@ -321,7 +321,7 @@ class _Emitter:
             return f"{pointer} + (first_slot + {number}) * {stride}"
         assert isinstance(value, OpResult) and isinstance(value.op, slot.Gather)
         tokens = self.parameters.pointer(self.parameters.index(value.op.tokens))
-        return f"{pointer} + static_cast<long long>(moesaic::load_one({tokens} + first_slot + {number})) * {stride}"
+        return f"moesaic::token_row({pointer}, {stride}, {tokens} + first_slot + {number})"
 
     def _store(self) -> list[str]:
         of_thread = "tile.values[b][j][2 * r + v]" if self.shape.swapped else "tile.values[0][i][j][v]"
@@ -386,17 +386,19 @@ class _Emitter:
             place = f"{pointer} + static_cast<long long>(expert) * {columns} + column"
             if onto is not None:
                 expression = f"moesaic::load_one({place}) + {expression}"
-            added = f"moesaic::to_float(moesaic::load_one({self._row(rows, 'k')} + column))"
-            inside = [f"total += {added};"]
+            added = "moesaic::to_float(moesaic::load_one(row + column))"
+            row = f"const auto* const row = {self._row(rows, 'k')};"
+            inside = [row, f"total += {added};"]
             if factor is not None:
                 top_k = columns_of(factor.x)
                 picks = self.parameters.pointer(self.parameters.index(factor.picks))
                 index = self.parameters.index(factor.x)
                 weights, stride = self.parameters.pointer(index), self.parameters.stride(index)
-                where = f"{weights} + static_cast<long long>(pick / {top_k}) * {stride} + pick % {top_k}"
+                weight = f"moesaic::pick_number<{top_k}>({weights}, {stride}, pick)"
                 inside = [
+                    row,
                     f"const int pick = moesaic::load_one({picks} + first_slot + k);",
-                    f"total += moesaic::to_float(moesaic::load_one({where})) * {added};",
+                    f"total += {weight} * {added};",
                 ]
             store = f"moesaic::from_float<{STORAGE[value.type.dtype]}>({expression})"
             lines += [

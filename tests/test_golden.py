@@ -177,7 +177,7 @@ def test_golden_files_show_every_emitter() -> None:
         *("SimtTile", "MmaTile", "count_picks", "scan_table", "sum_cluster", "slot.combine", "slot.to_picks"),
         "add_parts<",
         *(
-            "tokens_ptr + first_slot + r",
+            "tokens_ptr + first_slot + r)",
             "_bias_ptr + expert * ",
             "slot.of_pick",
             "slot.expert_sums",

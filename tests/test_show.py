@@ -198,6 +198,17 @@ def test_an_op_on_gates_and_ups_has_both_lines() -> None:
     assert _owners(lines, [FusedOp("%wide = math.cast %h {dtype = f32}", "")]) == (0, 0, -1)
 
 
+def test_a_statement_in_several_lines_is_one() -> None:
+    lines = """\
+  store(row,
+        column);
+  const float a_name_that_is_long =
+      moesaic::a_function(of_this,
+                          of_that);  // %a = math.mul %b, %c
+  const float next = 1.0f;""".splitlines()
+    assert _owners(lines, [FusedOp("%a = math.mul %b, %c", "")]) == (-1, -1, 0, 0, 0, -1)
+
+
 def test_lines_of_ptx_follow_what_was_inlined() -> None:
     ptx = """\
 .visible .entry k(

@@ -36,7 +36,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, /*blocks per multiprocess
 
   moesaic::Chunk<Experts, __nv_bfloat16> logits_ahead[Experts::kChunks];  // %logits of the next token
   if (tokens > 0) {
-    moesaic::fetch_row<Experts, /*align=*/16>(logits_ptr + moesaic::at_most(first_token, tokens - 1) * logits_ptr_stride, logits_ahead, lane);
+    moesaic::fetch_row<Experts, /*align=*/16>(
+        logits_ptr + moesaic::at_most(first_token, tokens - 1) * logits_ptr_stride, logits_ahead, lane);
   }
   __shared__ __align__(16) float scattered[kTokensPerBlock][kExperts];
   moesaic::clear<kLanes, kExperts>(scattered[slot], lane);
@@ -51,7 +52,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, /*blocks per multiprocess
     moesaic::unpack<Experts>(logits_ahead, logits_stored);
     float logits[Experts::kSlots];
     moesaic::widen(logits_stored, logits);
-    moesaic::fetch_row<Experts, /*align=*/16>(logits_ptr + moesaic::at_most(token + stride, tokens - 1) * logits_ptr_stride, logits_ahead, lane);
+    moesaic::fetch_row<Experts, /*align=*/16>(
+        logits_ptr + moesaic::at_most(token + stride, tokens - 1) * logits_ptr_stride, logits_ahead, lane);
     float d_weights[Picks::kSlots];  // %d_weights
     moesaic::load_row<Picks, /*align=*/16>(d_weights_ptr + token * d_weights_ptr_stride, d_weights, lane);
     int indices[Picks::kSlots];  // %indices

@@ -65,7 +65,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, /*blocks per multiprocess
 
     // %values, %indices = row.topk %selection, %allowed {k = 8}
     Rank::Pick picked[Picks::kSlots], last;
-    moesaic::top_k_collect_runs<Rank, Experts, Picks, /*listed=*/4>(keys, runs, allowed, lane, picked, last, staged[slot], reached[slot]);
+    moesaic::top_k_collect_runs<Rank, Experts, Picks, /*listed=*/4>(
+        keys, runs, allowed, lane, picked, last, staged[slot], reached[slot]);
     int indices[Picks::kSlots];
 #pragma unroll
     for (int p = 0; p < Picks::kSlots; ++p) {

@@ -19,6 +19,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) route_backward_finish(
   moesaic::let_next_kernel_begin();
   int tile = blockIdx.x;
   if (tile >= 0 && tile < 4) {  // %d_gate_bias
-    moesaic::store_totals<128>(d_gate_bias_ptr, tile, moesaic::sum_partial_rows<128, kThreads>(d_gate_bias_partial_ptr, rows, tile));
+    moesaic::store_totals<128>(d_gate_bias_ptr, tile,
+                               moesaic::sum_partial_rows<128, kThreads>(d_gate_bias_partial_ptr, rows, tile));
   }
 }

@@ -116,5 +116,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, /*blocks per multiprocess
   }
 
   __shared__ float d_gate_bias_scratch[kThreads / 32 * Experts::kColumns];
-  moesaic::store_column_sums<Experts, kThreads>(d_gate_bias, d_gate_bias_scratch, d_gate_bias_partial_ptr + static_cast<long long>(blockIdx.x) * 128, lane);
+  moesaic::store_column_sums<Experts, kThreads>(d_gate_bias, d_gate_bias_scratch,
+                                                d_gate_bias_partial_ptr + static_cast<long long>(blockIdx.x) * 128,
+                                                lane);
 }

@@ -16,7 +16,8 @@ constexpr int kTokens = 2;  // of a block
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(kThreads, /*blocks per multiprocessor, at least=*/2) experts_backward_combine(
+extern "C" __global__ void __launch_bounds__(kThreads, /*blocks per multiprocessor, at least=*/2)
+experts_backward_combine(
     const __nv_bfloat16* __restrict__ in_ptr,  // [M, 2880]
     const int* __restrict__ saved_slots_ptr,  // [T, 4]
     long long saved_slots_stride,  // elements between rows

@@ -58,7 +58,9 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
 
   if (Tile::fetches()) {
     moesaic::give_registers<Tile::kFetchRegisters>();
-    const auto find = [&](int n) { return moesaic::find_item<kExperts, kItems>(n, long_before, saved_counts_ptr, saved_offsets_ptr); };
+    const auto find = [&](int n) {
+      return moesaic::find_item<kExperts, kItems>(n, long_before, saved_counts_ptr, saved_offsets_ptr);
+    };
     if (Tile::asks()) queue.tell(find);
     for (auto next = queue.next(); next.is_one(); next = queue.next()) {
       if (Tile::asks()) queue.tell(find);  // what comes after it
@@ -70,8 +72,11 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
       const long long first_slot = next.first_slot;
 
       const auto left_lines = [&](int k) -> const Element* { return in_ptr + (first_slot + k) * 2880LL + first_row; };
-      const moesaic::BoxesAndLines<decltype(left_lines)> left{moesaic::Boxes<64>{in_map, 0, first_row, static_cast<int>(first_slot), 0}, left_lines};
-      const auto right = [&](int /*part*/, int k) -> const Element* { return d_hidden_ptr + static_cast<long long>(moesaic::load_one(saved_tokens_ptr + first_slot + k)) * d_hidden_stride + first_column; };
+      const moesaic::BoxesAndLines<decltype(left_lines)> left{
+          moesaic::Boxes<64>{in_map, 0, first_row, static_cast<int>(first_slot), 0}, left_lines};
+      const auto right = [&](int /*part*/, int k) -> const Element* {
+        return moesaic::token_row(d_hidden_ptr, d_hidden_stride, saved_tokens_ptr + first_slot + k) + first_column;
+      };
       tile.fetch(left, right, slots, kRows - first_row, kColumns - first_column, true);
     }
     if (Tile::asks()) queue.finish(kExperts * kItems);
@@ -111,8 +116,10 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
             }
           }
           staged.written();
+          __nv_bfloat16* const d_down_proj_box =
+              d_down_proj_ptr + expert * static_cast<long long>(kRows) * kColumns + row * 2880LL + box_column;
           staged.store(0, d_down_proj_map, box_column, static_cast<int>(row), expert, valid,
-                       kColumns - box_column, d_down_proj_ptr + expert * static_cast<long long>(kRows) * kColumns + row * 2880LL + box_column, 2880LL);
+                       kColumns - box_column, d_down_proj_box, 2880LL);
           staged.sent();
         }
       }
@@ -123,10 +130,14 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
           if (column >= kColumns) break;
           float total = 0.0f;
           for (int k = 0; k < slots; ++k) {
+            const auto* const row = moesaic::token_row(d_hidden_ptr, d_hidden_stride,
+                                                       saved_tokens_ptr + first_slot + k);
             const int pick = moesaic::load_one(saved_picks_ptr + first_slot + k);
-            total += moesaic::to_float(moesaic::load_one(weights_ptr + static_cast<long long>(pick / 4) * weights_stride + pick % 4)) * moesaic::to_float(moesaic::load_one(d_hidden_ptr + static_cast<long long>(moesaic::load_one(saved_tokens_ptr + first_slot + k)) * d_hidden_stride + column));
+            total += moesaic::pick_number<4>(weights_ptr, weights_stride, pick)
+                * moesaic::to_float(moesaic::load_one(row + column));
           }
-          moesaic::store_one(d_down_proj_bias_ptr + static_cast<long long>(expert) * kColumns + column, moesaic::from_float<__nv_bfloat16>(total));
+          moesaic::store_one(d_down_proj_bias_ptr + static_cast<long long>(expert) * kColumns + column,
+                             moesaic::from_float<__nv_bfloat16>(total));
         }
       }
     }

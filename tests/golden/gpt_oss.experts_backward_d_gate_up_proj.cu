@@ -51,7 +51,9 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
 
   if (Tile::fetches()) {
     moesaic::give_registers<Tile::kFetchRegisters>();
-    const auto find = [&](int n) { return moesaic::find_item<kExperts, kItems>(n, long_before, saved_counts_ptr, saved_offsets_ptr); };
+    const auto find = [&](int n) {
+      return moesaic::find_item<kExperts, kItems>(n, long_before, saved_counts_ptr, saved_offsets_ptr);
+    };
     if (Tile::asks()) queue.tell(find);
     for (auto next = queue.next(); next.is_one(); next = queue.next()) {
       if (Tile::asks()) queue.tell(find);  // what comes after it
@@ -62,9 +64,14 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
       const int slots = next.rows;
       const long long first_slot = next.first_slot;
 
-      const auto left = [&](int k) -> const Element* { return x_ptr + static_cast<long long>(moesaic::load_one(saved_tokens_ptr + first_slot + k)) * x_stride + first_row; };
-      const auto right_lines = [&](int /*part*/, int k) -> const Element* { return in_ptr + (first_slot + k) * 5760LL + first_column; };
-      const moesaic::BoxesAndLines<decltype(right_lines)> right{moesaic::Boxes<64>{in_map, 0, first_column, static_cast<int>(first_slot), 0}, right_lines};
+      const auto left = [&](int k) -> const Element* {
+        return moesaic::token_row(x_ptr, x_stride, saved_tokens_ptr + first_slot + k) + first_row;
+      };
+      const auto right_lines = [&](int /*part*/, int k) -> const Element* {
+        return in_ptr + (first_slot + k) * 5760LL + first_column;
+      };
+      const moesaic::BoxesAndLines<decltype(right_lines)> right{
+          moesaic::Boxes<64>{in_map, 0, first_column, static_cast<int>(first_slot), 0}, right_lines};
       tile.fetch(left, right, slots, kRows - first_row, kColumns - first_column, true);
     }
     if (Tile::asks()) queue.finish(kExperts * kItems);
@@ -105,8 +112,10 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
             }
           }
           staged.written();
+          __nv_bfloat16* const d_gate_up_proj_box =
+              d_gate_up_proj_ptr + expert * static_cast<long long>(kRows) * kColumns + row * 5760LL + box_column;
           staged.store(0, d_gate_up_proj_map, box_column, static_cast<int>(row), expert, valid,
-                       kColumns - box_column, d_gate_up_proj_ptr + expert * static_cast<long long>(kRows) * kColumns + row * 5760LL + box_column, 5760LL);
+                       kColumns - box_column, d_gate_up_proj_box, 5760LL);
           staged.sent();
         }
       }
@@ -117,9 +126,11 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
           if (column >= kColumns) break;
           float total = 0.0f;
           for (int k = 0; k < slots; ++k) {
-            total += moesaic::to_float(moesaic::load_one(in_ptr + (first_slot + k) * 5760LL + column));
+            const auto* const row = in_ptr + (first_slot + k) * 5760LL;
+            total += moesaic::to_float(moesaic::load_one(row + column));
           }
-          moesaic::store_one(d_gate_up_proj_bias_ptr + static_cast<long long>(expert) * kColumns + column, moesaic::from_float<__nv_bfloat16>(total));
+          moesaic::store_one(d_gate_up_proj_bias_ptr + static_cast<long long>(expert) * kColumns + column,
+                             moesaic::from_float<__nv_bfloat16>(total));
         }
       }
     }

@@ -51,7 +51,9 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
 
   if (Tile::fetches()) {
     moesaic::give_registers<Tile::kFetchRegisters>();
-    const auto find = [&](int n) { return moesaic::find_item<kExperts>(n, first_item, saved_counts_ptr, saved_offsets_ptr); };
+    const auto find = [&](int n) {
+      return moesaic::find_item<kExperts>(n, first_item, saved_counts_ptr, saved_offsets_ptr);
+    };
     if (Tile::asks()) queue.tell(find);
     for (auto next = queue.next(); next.is_one(); next = queue.next()) {
       if (Tile::asks()) queue.tell(find);  // what comes after it
@@ -110,8 +112,9 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
             }
           }
           staged.written();
+          __nv_bfloat16* const out_box = out_ptr + row * 2880LL + box_column;
           staged.store(0, out_map, box_column, static_cast<int>(row), 0, valid,
-                       kColumns - box_column, out_ptr + row * 2880LL + box_column, 2880LL);
+                       kColumns - box_column, out_box, 2880LL);
           staged.sent();
         }
       }

@@ -43,7 +43,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) experts_backward_slot_row
       float gathered[kVector];
       moesaic::load_columns<kVector, 16, true>(d_hidden_row + column, kColumns - column, gathered);
       float expert_rows[kVector];
-      moesaic::load_columns<kVector, 16, true>(down_proj_bias_ptr + expert * down_proj_bias_stride + column, kColumns - column, expert_rows);
+      moesaic::load_columns<kVector, 16, true>(down_proj_bias_ptr + expert * down_proj_bias_stride + column,
+                                               kColumns - column, expert_rows);
 #pragma unroll
       for (int v = 0; v < kVector; ++v) {
         const float product = gathered[v] * expert_rows[v];  // %product = math.mul %gathered, %expert_rows

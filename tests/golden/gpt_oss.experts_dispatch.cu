@@ -90,14 +90,16 @@ extern "C" __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kTh
     __syncthreads();  // sums are there
     if (is_first) {
       if (blockIdx.x == 0) {
-        moesaic::store_groups<kExperts, kThreads, /*kBounded=*/false>(found, bound, starts, counts_ptr, offsets_ptr, dropped_ptr);
+        moesaic::store_groups<kExperts, kThreads, /*kBounded=*/false>(
+            found, bound, starts, counts_ptr, offsets_ptr, dropped_ptr);
       }
       moesaic::store_dead_rows<kExperts, kThreads, kAlign, /*kPad=*/false>(
           found, bound, starts, tokens_ptr, picks_ptr, rows);
     }
 
     moesaic::place_picks<kExperts, kThreads, kPicks, kRun, /*kBounded=*/false>(
-        picks.count, *here, bases, bound, starts, histograms, ranked, ordered, distances, /*ends=*/nullptr, /*next=*/bases);
+        picks.count, *here, bases, bound, starts, histograms, ranked, ordered, distances, /*ends=*/nullptr,
+        /*next=*/bases);
     __syncthreads();  // picks have their places
     moesaic::store_slots<kTopK, kThreads, kPicks, /*kBounded=*/false>(
         picks, *here, ranked, ordered, distances, /*ends=*/nullptr, tokens_ptr, picks_ptr, slots_ptr);

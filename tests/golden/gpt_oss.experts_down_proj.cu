@@ -99,7 +99,8 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
               int column = first_column + tile.column(j);
               if (kColumns % Staged::kColumns != 0) column = moesaic::smaller(column, kColumns - kVector);
               float expert_rows[kVector];
-              moesaic::load_columns<kVector, 4, true>(down_proj_bias_ptr + expert * down_proj_bias_stride + column, kColumns - column, expert_rows);
+              moesaic::load_columns<kVector, 4, true>(down_proj_bias_ptr + expert * down_proj_bias_stride + column,
+                                                      kColumns - column, expert_rows);
               float outputs_out[kVector];
 #pragma unroll
               for (int v = 0; v < kVector; ++v) {
@@ -110,8 +111,9 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
             }
           }
           staged.written();
+          __nv_bfloat16* const outputs_box = outputs_ptr + row * 2880LL + box_column;
           staged.store(0, outputs_map, box_column, static_cast<int>(row), 0, valid,
-                       kColumns - box_column, outputs_ptr + row * 2880LL + box_column, 2880LL);
+                       kColumns - box_column, outputs_box, 2880LL);
           staged.sent();
         }
       }

@@ -66,9 +66,12 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
       const int first_slot = next.first_slot + first_row;
       const int first_column = item.column_tile * kTileColumns;
 
-      const auto left = [&](int r) -> const Element* { return x_ptr + static_cast<long long>(moesaic::load_one(tokens_ptr + first_slot + r)) * x_stride; };
+      const auto left = [&](int r) -> const Element* {
+        return moesaic::token_row(x_ptr, x_stride, tokens_ptr + first_slot + r);
+      };
       const moesaic::Boxes<64> right{gate_up_proj_map, expert, 2 * first_column, 0, 0};
-      tile.fetch(left, right, kDepth, moesaic::smaller(kTileRows, rows), 2 * kColumns - 2 * first_column, item.together);
+      tile.fetch(left, right, kDepth, moesaic::smaller(kTileRows, rows), 2 * kColumns - 2 * first_column,
+                 item.together);
     }
     if (Tile::asks()) queue.finish(first_item[kExperts]);
   } else {
@@ -96,7 +99,8 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
           const int column = first_column + tile.column(j) / 2;
           if (kColumns % kTileColumns != 0 && column >= kColumns) continue;
           float expert_rows_gate[kVector], expert_rows_up[kVector];
-          moesaic::load_halves<kVector, 8, true, kColumns, true>((gate_up_proj_bias_ptr + expert * gate_up_proj_bias_stride), column, expert_rows_gate, expert_rows_up);
+          moesaic::load_halves<kVector, 8, true, kColumns, true>(
+              gate_up_proj_bias_ptr + expert * gate_up_proj_bias_stride, column, expert_rows_gate, expert_rows_up);
           float saved_h_out_gate[kVector], saved_h_out_up[kVector];
           float activated_out[kVector];
 #pragma unroll
@@ -115,7 +119,8 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
             saved_h_out_up[v] = tile.values[0][i][j][2 * v + 1];
             activated_out[v] = product3;
           }
-          moesaic::store_halves<kVector, 16, true, kColumns, true>(saved_h_row, column, saved_h_out_gate, saved_h_out_up);
+          moesaic::store_halves<kVector, 16, true, kColumns, true>(saved_h_row, column, saved_h_out_gate,
+                                                                   saved_h_out_up);
           moesaic::store_columns<kVector, 8, true>(activated_row + column, kColumns - column, activated_out);
         }
       }

@@ -38,7 +38,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, /*blocks per multiprocess
 
   moesaic::Chunk<Experts, __nv_bfloat16> logits_ahead[Experts::kChunks];  // %logits of the next token
   if (tokens > 0) {
-    moesaic::fetch_row<Experts, /*align=*/16>(logits_ptr + moesaic::at_most(first_token, tokens - 1) * logits_ptr_stride, logits_ahead, lane);
+    moesaic::fetch_row<Experts, /*align=*/16>(
+        logits_ptr + moesaic::at_most(first_token, tokens - 1) * logits_ptr_stride, logits_ahead, lane);
   }
   const float d_loss_balance = moesaic::to_float(moesaic::load_one(d_loss_balance_ptr));
   float counts[Experts::kSlots];  // %counts, the same for all tokens
@@ -65,7 +66,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, /*blocks per multiprocess
     moesaic::unpack<Experts>(logits_ahead, logits_stored);
     float logits[Experts::kSlots];
     moesaic::widen(logits_stored, logits);
-    moesaic::fetch_row<Experts, /*align=*/16>(logits_ptr + moesaic::at_most(token + stride, tokens - 1) * logits_ptr_stride, logits_ahead, lane);
+    moesaic::fetch_row<Experts, /*align=*/16>(
+        logits_ptr + moesaic::at_most(token + stride, tokens - 1) * logits_ptr_stride, logits_ahead, lane);
     float d_weights[Picks::kSlots];  // %d_weights
     moesaic::load_row<Picks, /*align=*/16>(d_weights_ptr + token * d_weights_ptr_stride, d_weights, lane);
     int indices[Picks::kSlots];  // %indices

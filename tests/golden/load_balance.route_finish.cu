@@ -28,11 +28,13 @@ extern "C" __global__ void __cluster_dims__(8, 1, 1) __launch_bounds__(kThreads)
   for (int number = blockIdx.x; number < 10; number += 8) {
     int tile = number;
     if (tile >= 0 && tile < 5) {  // %counts
-      moesaic::hand_to_first_block(counts_total, tile, moesaic::sum_partial_rows<160, kThreads>(counts_partial_ptr, rows, tile));
+      moesaic::hand_to_first_block(counts_total, tile,
+                                   moesaic::sum_partial_rows<160, kThreads>(counts_partial_ptr, rows, tile));
     }
     tile -= 5;
     if (tile >= 0 && tile < 5) {  // %score_sums
-      moesaic::hand_to_first_block(score_sums_total, tile, moesaic::sum_partial_rows<160, kThreads>(score_sums_partial_ptr, rows, tile));
+      moesaic::hand_to_first_block(score_sums_total, tile,
+                                   moesaic::sum_partial_rows<160, kThreads>(score_sums_partial_ptr, rows, tile));
     }
     __syncthreads();  // the next tile's sums go where this one's were
   }

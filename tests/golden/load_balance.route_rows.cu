@@ -36,7 +36,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, /*blocks per multiprocess
 
   moesaic::Chunk<Experts, __nv_bfloat16> logits_ahead[Experts::kChunks];  // %logits of the next token
   if (tokens > 0) {
-    moesaic::fetch_row<Experts, /*align=*/16>(logits_ptr + moesaic::at_most(first_token, tokens - 1) * logits_ptr_stride, logits_ahead, lane);
+    moesaic::fetch_row<Experts, /*align=*/16>(
+        logits_ptr + moesaic::at_most(first_token, tokens - 1) * logits_ptr_stride, logits_ahead, lane);
   }
   __shared__ int counts[kExperts];  // %counts, picks of this block's tokens
   for (int e = threadIdx.x; e < kExperts; e += kThreads) counts[e] = 0;
@@ -53,7 +54,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, /*blocks per multiprocess
     moesaic::unpack<Experts>(logits_ahead, logits_stored);
     float logits[Experts::kSlots];
     moesaic::widen(logits_stored, logits);
-    moesaic::fetch_row<Experts, /*align=*/16>(logits_ptr + moesaic::at_most(token + stride, tokens - 1) * logits_ptr_stride, logits_ahead, lane);
+    moesaic::fetch_row<Experts, /*align=*/16>(
+        logits_ptr + moesaic::at_most(token + stride, tokens - 1) * logits_ptr_stride, logits_ahead, lane);
 
     // %largest = row.max %logits
     const float largest = moesaic::row_max_of_stored<Experts>(logits_stored, lane);
@@ -129,5 +131,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, /*blocks per multiprocess
   float score_sums_collected[Experts::kSlots];
   score_sums.read(score_sums_collected);
   __shared__ float score_sums_scratch[kThreads / 32 * Experts::kColumns];
-  moesaic::store_column_sums<Experts, kThreads>(score_sums_collected, score_sums_scratch, score_sums_partial_ptr + static_cast<long long>(blockIdx.x) * 160, lane);
+  moesaic::store_column_sums<Experts, kThreads>(score_sums_collected, score_sums_scratch,
+                                                score_sums_partial_ptr + static_cast<long long>(blockIdx.x) * 160,
+                                                lane);
 }

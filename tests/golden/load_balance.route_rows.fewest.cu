@@ -21,7 +21,9 @@ using Rank = moesaic::Rank<__nv_bfloat16>;  // 16-bit values rank with their col
 
 }  // namespace
 
-extern "C" __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads, /*blocks per multiprocessor, at least=*/1) route_rows(
+extern "C" __global__ void __cluster_dims__(kBlocks, 1, 1)
+__launch_bounds__(kThreads, /*blocks per multiprocessor, at least=*/1)
+route_rows(
     const __nv_bfloat16* __restrict__ logits_ptr,  // [T, 160]
     long long logits_ptr_stride,  // elements between rows
     float* __restrict__ weights_ptr,  // [T, 6]
@@ -39,7 +41,8 @@ extern "C" __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kTh
 
   moesaic::Chunk<Experts, __nv_bfloat16> logits_ahead[Experts::kChunks];  // %logits of the next token
   if (tokens > 0) {
-    moesaic::fetch_row<Experts, /*align=*/16>(logits_ptr + moesaic::at_most(first_token, tokens - 1) * logits_ptr_stride, logits_ahead, lane);
+    moesaic::fetch_row<Experts, /*align=*/16>(
+        logits_ptr + moesaic::at_most(first_token, tokens - 1) * logits_ptr_stride, logits_ahead, lane);
   }
   __shared__ int counts[kExperts];  // %counts, picks of this block's tokens
   for (int e = threadIdx.x; e < kExperts; e += kThreads) counts[e] = 0;
@@ -57,7 +60,8 @@ extern "C" __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kTh
     moesaic::unpack<Experts>(logits_ahead, logits_stored);
     float logits[Experts::kSlots];
     moesaic::widen(logits_stored, logits);
-    moesaic::fetch_row<Experts, /*align=*/16>(logits_ptr + moesaic::at_most(token + stride, tokens - 1) * logits_ptr_stride, logits_ahead, lane);
+    moesaic::fetch_row<Experts, /*align=*/16>(
+        logits_ptr + moesaic::at_most(token + stride, tokens - 1) * logits_ptr_stride, logits_ahead, lane);
 
     // %largest = row.max %logits
     const float largest = moesaic::row_max_of_stored<Experts>(logits_stored, lane);
@@ -138,7 +142,8 @@ extern "C" __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kTh
   }
 
   __shared__ float score_sums_scratch[kThreads / 32 * Experts::kColumns];
-  moesaic::store_column_sums<Experts, kThreads>(score_sums, score_sums_scratch, moesaic::InFirstBlock<float>{score_sums_of_blocks[blockIdx.x]}, lane);
+  moesaic::store_column_sums<Experts, kThreads>(score_sums, score_sums_scratch,
+                                                moesaic::InFirstBlock<float>{score_sums_of_blocks[blockIdx.x]}, lane);
 
   moesaic::sync_cluster();  // sums are with the first block
   if (blockIdx.x > 0) return;

@@ -36,7 +36,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, /*blocks per multiprocess
 
   moesaic::Chunk<Experts, __nv_bfloat16> logits_ahead[Experts::kChunks];  // %logits of the next token
   if (tokens > 0) {
-    moesaic::fetch_row<Experts, /*align=*/16>(logits_ptr + moesaic::at_most(first_token, tokens - 1) * logits_ptr_stride, logits_ahead, lane);
+    moesaic::fetch_row<Experts, /*align=*/16>(
+        logits_ptr + moesaic::at_most(first_token, tokens - 1) * logits_ptr_stride, logits_ahead, lane);
   }
   __shared__ __align__(16) unsigned digits[kTokensPerBlock][moesaic::Digits::kWords];
   moesaic::clear<kLanes, moesaic::Digits::kWords>(digits[slot], lane);
@@ -62,7 +63,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, /*blocks per multiprocess
     moesaic::unpack<Experts>(logits_ahead, logits_stored);
     float logits[Experts::kSlots];
     moesaic::widen(logits_stored, logits);
-    moesaic::fetch_row<Experts, /*align=*/16>(logits_ptr + moesaic::at_most(token + stride, tokens - 1) * logits_ptr_stride, logits_ahead, lane);
+    moesaic::fetch_row<Experts, /*align=*/16>(
+        logits_ptr + moesaic::at_most(token + stride, tokens - 1) * logits_ptr_stride, logits_ahead, lane);
 
     // %largest = row.max %logits
     const float largest = moesaic::row_max_of_stored<Experts>(logits_stored, lane);
@@ -84,7 +86,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, /*blocks per multiprocess
     moesaic::rank_row<Rank, Experts>(logits_stored, keys, lane);
     Rank::Pick picked[Picks::kSlots];
     unsigned members;  // a bit for each slot
-    moesaic::top_k_radix<Rank, Experts, Picks, /*parts=*/1, /*places=*/128, /*counted=*/true>(keys, lane, picked, members, digits[slot], listed[slot], staged[slot]);
+    moesaic::top_k_radix<Rank, Experts, Picks, /*parts=*/1, /*places=*/128, /*counted=*/true>(
+        keys, lane, picked, members, digits[slot], listed[slot], staged[slot]);
     int indices[Picks::kSlots];
     float values[Picks::kSlots];
 #pragma unroll

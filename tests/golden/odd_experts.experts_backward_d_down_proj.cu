@@ -47,8 +47,12 @@ extern "C" __global__ void __launch_bounds__(kThreads) experts_backward_d_down_p
     const int slots = moesaic::load_one(saved_counts_ptr + expert);
     const long long first_slot = moesaic::load_one(saved_offsets_ptr + expert);
 
-    const auto left = [&](int k) -> const Element* { return d_hidden_ptr + static_cast<long long>(moesaic::load_one(saved_tokens_ptr + first_slot + k)) * d_hidden_stride + first_row; };
-    const auto right = [&](int /*part*/, int k) -> const Element* { return activated_ptr + (first_slot + k) * 17LL + first_column; };
+    const auto left = [&](int k) -> const Element* {
+      return moesaic::token_row(d_hidden_ptr, d_hidden_stride, saved_tokens_ptr + first_slot + k) + first_row;
+    };
+    const auto right = [&](int /*part*/, int k) -> const Element* {
+      return activated_ptr + (first_slot + k) * 17LL + first_column;
+    };
 
     Tile tile;  // %d_down_proj = slot.grouped_wgrad %d_outputs, %activated, %saved_counts, %saved_offsets
     tile.clear();
@@ -77,9 +81,11 @@ extern "C" __global__ void __launch_bounds__(kThreads) experts_backward_d_down_p
         if (column >= kRows) break;
         float total = 0.0f;
         for (int k = 0; k < slots; ++k) {
-          total += moesaic::to_float(moesaic::load_one(d_hidden_ptr + static_cast<long long>(moesaic::load_one(saved_tokens_ptr + first_slot + k)) * d_hidden_stride + column));
+          const auto* const row = moesaic::token_row(d_hidden_ptr, d_hidden_stride, saved_tokens_ptr + first_slot + k);
+          total += moesaic::to_float(moesaic::load_one(row + column));
         }
-        moesaic::store_one(d_down_proj_bias_ptr + static_cast<long long>(expert) * kRows + column, moesaic::from_float<float>(total));
+        moesaic::store_one(d_down_proj_bias_ptr + static_cast<long long>(expert) * kRows + column,
+                           moesaic::from_float<float>(total));
       }
     }
 
@@ -89,9 +95,11 @@ extern "C" __global__ void __launch_bounds__(kThreads) experts_backward_d_down_p
         if (column >= kColumns) break;
         float total = 0.0f;
         for (int k = 0; k < slots; ++k) {
-          total += moesaic::to_float(moesaic::load_one(d_h_ptr + (first_slot + k) * 17LL + column));
+          const auto* const row = d_h_ptr + (first_slot + k) * 17LL;
+          total += moesaic::to_float(moesaic::load_one(row + column));
         }
-        moesaic::store_one(d_up_proj_bias_ptr + static_cast<long long>(expert) * kColumns + column, moesaic::from_float<float>(total));
+        moesaic::store_one(d_up_proj_bias_ptr + static_cast<long long>(expert) * kColumns + column,
+                           moesaic::from_float<float>(total));
       }
     }
   }

@@ -45,7 +45,9 @@ extern "C" __global__ void __launch_bounds__(kThreads) experts_backward_d_up_pro
     const long long first_slot = moesaic::load_one(saved_offsets_ptr + expert);
 
     const auto left = [&](int k) -> const Element* { return in_ptr + (first_slot + k) * 17LL + first_row; };
-    const auto right = [&](int /*part*/, int k) -> const Element* { return x_ptr + static_cast<long long>(moesaic::load_one(saved_tokens_ptr + first_slot + k)) * x_stride + first_column; };
+    const auto right = [&](int /*part*/, int k) -> const Element* {
+      return moesaic::token_row(x_ptr, x_stride, saved_tokens_ptr + first_slot + k) + first_column;
+    };
 
     Tile tile;  // %d_up_proj = slot.grouped_wgrad %x, %gathered, %saved_counts, %saved_offsets
     tile.clear();

@@ -59,9 +59,13 @@ extern "C" __global__ void __launch_bounds__(kThreads) experts_backward_down_pro
     const int rows = moesaic::load_one(saved_counts_ptr + expert) - first_row;  // of the expert that are left
     const int first_slot = moesaic::load_one(saved_offsets_ptr + expert) + first_row;
 
-    const auto left = [&](int r) -> const Element* { return d_hidden_ptr + static_cast<long long>(moesaic::load_one(saved_tokens_ptr + first_slot + r)) * d_hidden_stride; };
+    const auto left = [&](int r) -> const Element* {
+      return moesaic::token_row(d_hidden_ptr, d_hidden_stride, saved_tokens_ptr + first_slot + r);
+    };
     const Element* const weight = down_proj_ptr + expert * down_proj_stride;
-    const auto right = [&](int /*part*/, long long k) -> const Element* { return weight + k * down_proj_row_stride + first_column; };
+    const auto right = [&](int /*part*/, long long k) -> const Element* {
+      return weight + k * down_proj_row_stride + first_column;
+    };
 
     Tile tile;
     tile.clear();  // %d_activated = slot.grouped_linear %d_outputs, %down_proj, %saved_counts, %saved_offsets {transposed = true}
@@ -75,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) experts_backward_down_pro
       const long long slot = first_slot + tile.row(i);
       const float* const saved_h_row = saved_h_ptr + slot * saved_h_stride;
       const int pick = moesaic::load_one(saved_picks_ptr + slot);
-      const float of_pick = moesaic::to_float(moesaic::load_one(weights_ptr + static_cast<long long>(pick / 3) * weights_stride + pick % 3));  // %of_pick = slot.of_pick %weights, %saved_picks, %saved_slots
+      const float of_pick = moesaic::pick_number<3>(weights_ptr, weights_stride, pick);  // %of_pick = slot.of_pick %weights, %saved_picks, %saved_slots
       float* const activated_row = activated_ptr + slot * 17LL;
       float* const d_h_row = d_h_ptr + slot * 17LL;
       float* const out_row = out_ptr + slot * 17LL;
@@ -86,7 +90,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) experts_backward_down_pro
         float saved_h[kVector];
         moesaic::load_columns<kVector, 16, false>(saved_h_row + column, kColumns - column, saved_h);
         float expert_rows[kVector];
-        moesaic::load_columns<kVector, 16, false>(up_proj_bias_ptr + expert * up_proj_bias_stride + column, kColumns - column, expert_rows);
+        moesaic::load_columns<kVector, 16, false>(up_proj_bias_ptr + expert * up_proj_bias_stride + column,
+                                                  kColumns - column, expert_rows);
         float activated_out[kVector];
         float d_h_out[kVector];
         float product2_out[kVector];

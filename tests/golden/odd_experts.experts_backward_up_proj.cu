@@ -52,7 +52,9 @@ extern "C" __global__ void __launch_bounds__(kThreads) experts_backward_up_proj(
 
     const auto left = [&](int r) -> const Element* { return d_h_ptr + (first_slot + r) * 17LL; };
     const Element* const weight = up_proj_ptr + expert * up_proj_stride;
-    const auto right = [&](int /*part*/, long long k) -> const Element* { return weight + k * up_proj_row_stride + first_column; };
+    const auto right = [&](int /*part*/, long long k) -> const Element* {
+      return weight + k * up_proj_row_stride + first_column;
+    };
 
     Tile tile;
     tile.clear();  // %grouped_linear = slot.grouped_linear %d_h, %up_proj, %saved_counts, %saved_offsets {transposed = true}
@@ -64,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) experts_backward_up_proj(
       if (tile.row(i) >= rows) continue;
       const long long slot = first_slot + tile.row(i);
       const int pick = moesaic::load_one(saved_picks_ptr + slot);
-      const float of_pick = moesaic::to_float(moesaic::load_one(weights_ptr + static_cast<long long>(pick / 3) * weights_stride + pick % 3));  // %of_pick = slot.of_pick %weights, %saved_picks, %saved_slots
+      const float of_pick = moesaic::pick_number<3>(weights_ptr, weights_stride, pick);  // %of_pick = slot.of_pick %weights, %saved_picks, %saved_slots
       float* const out_row = out_ptr + slot * 33LL;
 #pragma unroll
       for (int j = 0; j < Tile::kOwnVectors; ++j) {

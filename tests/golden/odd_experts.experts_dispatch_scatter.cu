@@ -63,7 +63,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) experts_dispatch_scatter(
   moesaic::sum_before<kExperts, kThreads>(histograms, here, /*warp=*/1);
   __syncthreads();  // sums are there
   if (blockIdx.x == 0) {
-    moesaic::store_groups<kExperts, kThreads, /*kBounded=*/true>(found_ptr, bound, starts, counts_ptr, offsets_ptr, dropped_ptr);
+    moesaic::store_groups<kExperts, kThreads, /*kBounded=*/true>(found_ptr, bound, starts, counts_ptr, offsets_ptr,
+                                                                 dropped_ptr);
   }
   moesaic::store_dead_rows<kExperts, kThreads, kAlign, kPad>(
       found_ptr, bound, starts, tokens_ptr, picks_ptr, rows);

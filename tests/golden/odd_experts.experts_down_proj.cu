@@ -51,7 +51,9 @@ extern "C" __global__ void __launch_bounds__(kThreads) experts_down_proj(
 
     const auto left = [&](int r) -> const Element* { return activated_ptr + (first_slot + r) * 17LL; };
     const Element* const weight = down_proj_ptr + expert * down_proj_stride;
-    const auto right = [&](int /*part*/, int c) -> const Element* { return weight + (first_column + c) * down_proj_row_stride; };
+    const auto right = [&](int /*part*/, int c) -> const Element* {
+      return weight + (first_column + c) * down_proj_row_stride;
+    };
 
     Tile tile;
     tile.clear();  // %grouped_linear = slot.grouped_linear %activated, %down_proj, %counts, %offsets {transposed = false}
@@ -68,7 +70,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) experts_down_proj(
         const int column = first_column + tile.column(j);
         if (kColumns % kTileColumns != 0 && column >= kColumns) continue;
         float expert_rows[kVector];
-        moesaic::load_columns<kVector, 16, false>(down_proj_bias_ptr + expert * down_proj_bias_stride + column, kColumns - column, expert_rows);
+        moesaic::load_columns<kVector, 16, false>(down_proj_bias_ptr + expert * down_proj_bias_stride + column,
+                                                  kColumns - column, expert_rows);
         float outputs_out[kVector];
 #pragma unroll
         for (int v = 0; v < kVector; ++v) {

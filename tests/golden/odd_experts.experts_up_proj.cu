@@ -55,9 +55,13 @@ extern "C" __global__ void __launch_bounds__(kThreads) experts_up_proj(
     const int rows = moesaic::load_one(counts_ptr + expert) - first_row;  // of the expert that are left
     const int first_slot = moesaic::load_one(offsets_ptr + expert) + first_row;
 
-    const auto left = [&](int r) -> const Element* { return x_ptr + static_cast<long long>(moesaic::load_one(tokens_ptr + first_slot + r)) * x_stride; };
+    const auto left = [&](int r) -> const Element* {
+      return moesaic::token_row(x_ptr, x_stride, tokens_ptr + first_slot + r);
+    };
     const Element* const weight = up_proj_ptr + expert * up_proj_stride;
-    const auto right = [&](int /*part*/, int c) -> const Element* { return weight + (first_column + c) * up_proj_row_stride; };
+    const auto right = [&](int /*part*/, int c) -> const Element* {
+      return weight + (first_column + c) * up_proj_row_stride;
+    };
 
     Tile tile;
     tile.clear();  // %h2 = slot.grouped_linear %gathered, %up_proj, %counts, %offsets {transposed = false}
@@ -69,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) experts_up_proj(
       if (tile.row(i) >= rows) continue;
       const long long slot = first_slot + tile.row(i);
       const int pick = moesaic::load_one(picks_ptr + slot);
-      const float of_pick = moesaic::to_float(moesaic::load_one(weights_ptr + static_cast<long long>(pick / 3) * weights_stride + pick % 3));  // %of_pick = slot.of_pick %weights, %picks, %slots2
+      const float of_pick = moesaic::pick_number<3>(weights_ptr, weights_stride, pick);  // %of_pick = slot.of_pick %weights, %picks, %slots2
       float* const h_row = h_ptr + slot * 17LL;
       float* const activated_row = activated_ptr + slot * 17LL;
 #pragma unroll
@@ -77,7 +81,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) experts_up_proj(
         const int column = first_column + tile.column(j);
         if (kColumns % kTileColumns != 0 && column >= kColumns) continue;
         float expert_rows[kVector];
-        moesaic::load_columns<kVector, 16, false>(up_proj_bias_ptr + expert * up_proj_bias_stride + column, kColumns - column, expert_rows);
+        moesaic::load_columns<kVector, 16, false>(up_proj_bias_ptr + expert * up_proj_bias_stride + column,
+                                                  kColumns - column, expert_rows);
         float h2_out[kVector];
         float activated_out[kVector];
 #pragma unroll

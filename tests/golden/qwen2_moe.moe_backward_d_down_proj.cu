@@ -54,7 +54,9 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
 
   if (Tile::fetches()) {
     moesaic::give_registers<Tile::kFetchRegisters>();
-    const auto find = [&](int n) { return moesaic::find_item<kExperts, kItems>(n, long_before, counts_ptr, saved_offsets_ptr); };
+    const auto find = [&](int n) {
+      return moesaic::find_item<kExperts, kItems>(n, long_before, counts_ptr, saved_offsets_ptr);
+    };
     if (Tile::asks()) queue.tell(find);
     for (auto next = queue.next(); next.is_one(); next = queue.next()) {
       if (Tile::asks()) queue.tell(find);  // what comes after it
@@ -65,9 +67,14 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
       const int slots = next.rows;
       const long long first_slot = next.first_slot;
 
-      const auto left = [&](int k) -> const Element* { return d_hidden_ptr + static_cast<long long>(moesaic::load_one(saved_tokens_ptr + first_slot + k)) * d_hidden_stride + first_row; };
-      const auto right_lines = [&](int /*part*/, int k) -> const Element* { return in_ptr + (first_slot + k) * 1408LL + first_column; };
-      const moesaic::BoxesAndLines<decltype(right_lines)> right{moesaic::Boxes<64>{in_map, 0, first_column, static_cast<int>(first_slot), 0}, right_lines};
+      const auto left = [&](int k) -> const Element* {
+        return moesaic::token_row(d_hidden_ptr, d_hidden_stride, saved_tokens_ptr + first_slot + k) + first_row;
+      };
+      const auto right_lines = [&](int /*part*/, int k) -> const Element* {
+        return in_ptr + (first_slot + k) * 1408LL + first_column;
+      };
+      const moesaic::BoxesAndLines<decltype(right_lines)> right{
+          moesaic::Boxes<64>{in_map, 0, first_column, static_cast<int>(first_slot), 0}, right_lines};
       tile.fetch(left, right, slots, kRows - first_row, kColumns - first_column, true);
     }
     if (Tile::asks()) queue.finish(kExperts * kItems);
@@ -108,8 +115,10 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
             }
           }
           staged.written();
+          __nv_bfloat16* const d_down_proj_box =
+              d_down_proj_ptr + expert * static_cast<long long>(kRows) * kColumns + row * 1408LL + box_column;
           staged.store(0, d_down_proj_map, box_column, static_cast<int>(row), expert, valid,
-                       kColumns - box_column, d_down_proj_ptr + expert * static_cast<long long>(kRows) * kColumns + row * 1408LL + box_column, 1408LL);
+                       kColumns - box_column, d_down_proj_box, 1408LL);
           staged.sent();
         }
       }

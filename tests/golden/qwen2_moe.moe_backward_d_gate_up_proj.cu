@@ -50,7 +50,9 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
 
   if (Tile::fetches()) {
     moesaic::give_registers<Tile::kFetchRegisters>();
-    const auto find = [&](int n) { return moesaic::find_item<kExperts, kItems>(n, long_before, counts_ptr, saved_offsets_ptr); };
+    const auto find = [&](int n) {
+      return moesaic::find_item<kExperts, kItems>(n, long_before, counts_ptr, saved_offsets_ptr);
+    };
     if (Tile::asks()) queue.tell(find);
     for (auto next = queue.next(); next.is_one(); next = queue.next()) {
       if (Tile::asks()) queue.tell(find);  // what comes after it
@@ -62,8 +64,11 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
       const long long first_slot = next.first_slot;
 
       const auto left_lines = [&](int k) -> const Element* { return in_ptr + (first_slot + k) * 2816LL + first_row; };
-      const moesaic::BoxesAndLines<decltype(left_lines)> left{moesaic::Boxes<64>{in_map, 0, first_row, static_cast<int>(first_slot), 0}, left_lines};
-      const auto right = [&](int /*part*/, int k) -> const Element* { return x_ptr + static_cast<long long>(moesaic::load_one(saved_tokens_ptr + first_slot + k)) * x_stride + first_column; };
+      const moesaic::BoxesAndLines<decltype(left_lines)> left{
+          moesaic::Boxes<64>{in_map, 0, first_row, static_cast<int>(first_slot), 0}, left_lines};
+      const auto right = [&](int /*part*/, int k) -> const Element* {
+        return moesaic::token_row(x_ptr, x_stride, saved_tokens_ptr + first_slot + k) + first_column;
+      };
       tile.fetch(left, right, slots, kRows - first_row, kColumns - first_column, true);
     }
     if (Tile::asks()) queue.finish(kExperts * kItems);
@@ -103,8 +108,10 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
             }
           }
           staged.written();
+          __nv_bfloat16* const d_gate_up_proj_box =
+              d_gate_up_proj_ptr + expert * static_cast<long long>(kRows) * kColumns + row * 2048LL + box_column;
           staged.store(0, d_gate_up_proj_map, box_column, static_cast<int>(row), expert, valid,
-                       kColumns - box_column, d_gate_up_proj_ptr + expert * static_cast<long long>(kRows) * kColumns + row * 2048LL + box_column, 2048LL);
+                       kColumns - box_column, d_gate_up_proj_box, 2048LL);
           staged.sent();
         }
       }

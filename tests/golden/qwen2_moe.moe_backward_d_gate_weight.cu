@@ -45,7 +45,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) moe_backward_d_gate_we
     const long long first_slot = rows_of_part.first;
 
     const auto left = [&](int k) -> const Element* { return in_ptr + (first_slot + k) * 60LL + first_row; };
-    const auto right = [&](int /*part*/, int k) -> const Element* { return x_ptr + (first_slot + k) * x_stride + first_column; };
+    const auto right = [&](int /*part*/, int k) -> const Element* {
+      return x_ptr + (first_slot + k) * x_stride + first_column;
+    };
 
     Tile tile;  // %wgrad_parts = slot.wgrad_parts %x, %x {parts = 16}
     tile.clear();

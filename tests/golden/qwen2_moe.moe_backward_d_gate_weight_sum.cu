@@ -14,7 +14,8 @@ constexpr int kThreads = 256;
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(kThreads, /*blocks per multiprocessor, at least=*/2) moe_backward_d_gate_weight_sum(
+extern "C" __global__ void __launch_bounds__(kThreads, /*blocks per multiprocessor, at least=*/2)
+moe_backward_d_gate_weight_sum(
     const float* __restrict__ d_gate_weight_parts_ptr,  // [16, 60, 2048]
     __nv_bfloat16* __restrict__ d_gate_weight_ptr) {  // [60, 2048]
   moesaic::after_kernels_before();

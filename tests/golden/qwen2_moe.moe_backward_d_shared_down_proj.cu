@@ -91,8 +91,10 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
             }
           }
           staged.written();
+          __nv_bfloat16* const d_shared_down_proj_box =
+              d_shared_down_proj_ptr + expert * static_cast<long long>(kRows) * kColumns + row * 5632LL + box_column;
           staged.store(0, d_shared_down_proj_map, box_column, static_cast<int>(row), expert, valid,
-                       kColumns - box_column, d_shared_down_proj_ptr + expert * static_cast<long long>(kRows) * kColumns + row * 5632LL + box_column, 5632LL);
+                       kColumns - box_column, d_shared_down_proj_box, 5632LL);
           staged.sent();
         }
       }

@@ -14,7 +14,8 @@ constexpr int kThreads = 256;
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(kThreads, /*blocks per multiprocessor, at least=*/2) moe_backward_d_shared_gate_sum(
+extern "C" __global__ void __launch_bounds__(kThreads, /*blocks per multiprocessor, at least=*/2)
+moe_backward_d_shared_gate_sum(
     const float* __restrict__ d_shared_gate_parts_ptr,  // [16, 1, 2048]
     __nv_bfloat16* __restrict__ d_shared_gate_ptr) {  // [1, 2048]
   moesaic::after_kernels_before();

@@ -91,8 +91,10 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
             }
           }
           staged.written();
+          __nv_bfloat16* const d_shared_up_proj_box =
+              d_shared_up_proj_ptr + expert * static_cast<long long>(kRows) * kColumns + row * 2048LL + box_column;
           staged.store(0, d_shared_up_proj_map, box_column, static_cast<int>(row), expert, valid,
-                       kColumns - box_column, d_shared_up_proj_ptr + expert * static_cast<long long>(kRows) * kColumns + row * 2048LL + box_column, 2048LL);
+                       kColumns - box_column, d_shared_up_proj_box, 2048LL);
           staged.sent();
         }
       }

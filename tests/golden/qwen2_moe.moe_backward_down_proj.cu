@@ -61,7 +61,9 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
       const int first_slot = next.first_slot + first_row;
       const int first_column = item.column_tile * kTileColumns;
 
-      const auto left = [&](int r) -> const Element* { return d_hidden_ptr + static_cast<long long>(moesaic::load_one(saved_tokens_ptr + first_slot + r)) * d_hidden_stride; };
+      const auto left = [&](int r) -> const Element* {
+        return moesaic::token_row(d_hidden_ptr, d_hidden_stride, saved_tokens_ptr + first_slot + r);
+      };
       const moesaic::Boxes<64> right{down_proj_map, expert, first_column, 0, 0};
       tile.fetch(left, right, kDepth, moesaic::smaller(kTileRows, rows), kColumns - first_column, item.together);
     }
@@ -84,7 +86,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
         if (tile.row(i) >= rows) continue;
         const long long slot = first_slot + tile.row(i);
         const int pick = moesaic::load_one(saved_picks_ptr + slot);
-        of_pick[i] = moesaic::to_float(moesaic::load_one(saved_picked_scores_ptr + static_cast<long long>(pick / 4) * saved_picked_scores_stride + pick % 4));  // %of_pick = slot.of_pick %saved_picked_scores, %saved_picks, %saved_slots
+        of_pick[i] = moesaic::pick_number<4>(saved_picked_scores_ptr, saved_picked_scores_stride, pick);  // %of_pick = slot.of_pick %saved_picked_scores, %saved_picks, %saved_slots
       }
 
       tile.multiply(kDepth, rows);  // %grouped_linear = slot.grouped_linear %gathered, %down_proj, %counts, %saved_offsets {transposed = true}
@@ -136,7 +138,8 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
             rounded3_out_up[v] = d_up;
           }
           moesaic::store_columns<kVector, 16, true>(out_row + column, kColumns - column, rounded2_out);
-          moesaic::store_halves<kVector, 16, true, kColumns, false>(out_ptr2_row, column, rounded3_out_gate, rounded3_out_up);
+          moesaic::store_halves<kVector, 16, true, kColumns, false>(out_ptr2_row, column, rounded3_out_gate,
+                                                                    rounded3_out_up);
         }
       }
       tile.sum_rows(total[0], shared, [&](int row, float total) {

@@ -109,8 +109,9 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
             }
           }
           staged.written();
+          __nv_bfloat16* const out_box = out_ptr + row * 2048LL + box_column;
           staged.store(0, out_map, box_column, static_cast<int>(row), 0, valid,
-                       kColumns - box_column, out_ptr + row * 2048LL + box_column, 2048LL);
+                       kColumns - box_column, out_box, 2048LL);
           staged.sent();
         }
       }

@@ -46,9 +46,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, /*blocks per multiprocess
     float saved_logits[Experts::kSlots];  // %saved_logits
     moesaic::load_row<Experts, /*align=*/16>(saved_logits_ptr + token * saved_logits_ptr_stride, saved_logits, lane);
     float d_picked_scores[Picks::kSlots];  // %d_picked_scores
-    moesaic::load_row<Picks, /*align=*/16>(d_picked_scores_ptr + token * d_picked_scores_ptr_stride, d_picked_scores, lane);
+    moesaic::load_row<Picks, /*align=*/16>(d_picked_scores_ptr + token * d_picked_scores_ptr_stride, d_picked_scores,
+                                           lane);
     int saved_indices[Picks::kSlots];  // %saved_indices
-    moesaic::load_stored<Picks, /*align=*/16>(saved_indices_ptr + token * saved_indices_ptr_stride, saved_indices, lane);
+    moesaic::load_stored<Picks, /*align=*/16>(saved_indices_ptr + token * saved_indices_ptr_stride, saved_indices,
+                                              lane);
 
     // %largest = row.max %saved_logits
     const float largest = moesaic::row_max<Experts>(saved_logits, lane);
@@ -73,7 +75,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, /*blocks per multiprocess
 
     // %d_scores = row.scatter %d_picked_scores, %saved_indices {size = 60}
     float d_scores[Experts::kSlots];
-    moesaic::scatter<Experts, Picks, /*kMayBeAway=*/true>(d_picked_scores, saved_indices, d_scores, scattered[slot], lane);
+    moesaic::scatter<Experts, Picks, /*kMayBeAway=*/true>(d_picked_scores, saved_indices, d_scores, scattered[slot],
+                                                          lane);
 
     float product[Experts::kSlots];
 #pragma unroll

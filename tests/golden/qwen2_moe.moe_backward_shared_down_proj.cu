@@ -59,7 +59,8 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
 
       const moesaic::Boxes<32> left{d_hidden_map, 0, static_cast<int>(first_token), 0, 0};
       const moesaic::Boxes<64> right{shared_down_proj_map, 0, first_column, 0, 0};
-      tile.fetch(left, right, kDepth, static_cast<int>(moesaic::at_most(kTileRows, rows)), kColumns - first_column, item.together);
+      tile.fetch(left, right, kDepth, static_cast<int>(moesaic::at_most(kTileRows, rows)), kColumns - first_column,
+                 item.together);
     }
   } else {
     moesaic::take_registers<Tile::kWorkRegisters>();
@@ -76,7 +77,8 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
       for (int i = 0; i < Tile::kOwnRows; ++i) {
         if (tile.row(i) >= rows) continue;
         const long long token = first_token + tile.row(i);
-        saved_shared_logit[i] = moesaic::to_float(moesaic::load_one(saved_shared_logit_ptr + token * saved_shared_logit_stride));
+        saved_shared_logit[i] =
+            moesaic::to_float(moesaic::load_one(saved_shared_logit_ptr + token * saved_shared_logit_stride));
         sigmoid[i] = moesaic::sigmoid(saved_shared_logit[i]);  // %sigmoid = math.sigmoid %saved_shared_logit
       }
 
@@ -88,7 +90,8 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
       for (int i = 0; i < Tile::kOwnRows; ++i) {
         if (tile.row(i) >= rows) continue;
         const long long token = first_token + tile.row(i);
-        const __nv_bfloat16* const saved_shared_h_gate_row = saved_shared_h_gate_ptr + token * saved_shared_h_gate_stride;
+        const __nv_bfloat16* const saved_shared_h_gate_row =
+            saved_shared_h_gate_ptr + token * saved_shared_h_gate_stride;
         const __nv_bfloat16* const saved_shared_h_up_row = saved_shared_h_up_ptr + token * saved_shared_h_up_stride;
         __nv_bfloat16* const out_row = out_ptr + token * 5632LL;
         __nv_bfloat16* const out_ptr2_row = out_ptr2 + token * 5632LL;
@@ -99,8 +102,10 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
         for (int j = 0; j < Tile::kOwnVectors; ++j) {
           const int column = first_column + tile.column(j);
           if (kColumns % kTileColumns != 0 && column >= kColumns) continue;
-          moesaic::read_columns<kVector, 16, true>(saved_shared_h_gate_row + column, kColumns - column, saved_shared_h_gate_stored[j]);
-          moesaic::read_columns<kVector, 16, true>(saved_shared_h_up_row + column, kColumns - column, saved_shared_h_up_stored[j]);
+          moesaic::read_columns<kVector, 16, true>(saved_shared_h_gate_row + column, kColumns - column,
+                                                   saved_shared_h_gate_stored[j]);
+          moesaic::read_columns<kVector, 16, true>(saved_shared_h_up_row + column, kColumns - column,
+                                                   saved_shared_h_up_stored[j]);
         }
 #pragma unroll
         for (int j = 0; j < Tile::kOwnVectors; ++j) {

@@ -41,11 +41,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) moe_backward_shared_ga
 
     const auto left = [&](int r) -> const Element* { return in_ptr + (first_token + r) * 1LL; };
     const Element* const weight = shared_gate_ptr;
-    const auto right = [&](int /*part*/, long long k) -> const Element* { return weight + k * shared_gate_stride + first_column; };
+    const auto right = [&](int /*part*/, long long k) -> const Element* {
+      return weight + k * shared_gate_stride + first_column;
+    };
 
     Tile tile;
     tile.clear();  // %linear = slot.linear %x, %shared_gate {transposed = true}
-    tile.multiply(left, right, kDepth, static_cast<int>(moesaic::at_most(kTileRows, rows)), kColumns - first_column, shared);
+    tile.multiply(left, right, kDepth, static_cast<int>(moesaic::at_most(kTileRows, rows)), kColumns - first_column,
+                  shared);
 
     constexpr int kVector = 2;
 #pragma unroll

@@ -66,7 +66,9 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
       const int first_slot = next.first_slot + first_row;
       const int first_column = item.column_tile * kTileColumns;
 
-      const auto left = [&](int r) -> const Element* { return x_ptr + static_cast<long long>(moesaic::load_one(tokens_ptr + first_slot + r)) * x_stride; };
+      const auto left = [&](int r) -> const Element* {
+        return moesaic::token_row(x_ptr, x_stride, tokens_ptr + first_slot + r);
+      };
       const moesaic::Boxes<128> right{gate_up_proj_map, expert, first_column, 0, kColumns};
       tile.fetch(left, right, kDepth, moesaic::smaller(kTileRows, rows), kColumns - first_column, item.together);
     }
@@ -120,12 +122,15 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
             }
           }
           staged.written();
+          __nv_bfloat16* const saved_h_box = saved_h_ptr + row * 2816LL + box_column;
           staged.store(0, saved_h_map, box_column, static_cast<int>(row), 0, valid,
-                       kColumns - box_column, saved_h_ptr + row * 2816LL + box_column, 2816LL);
+                       kColumns - box_column, saved_h_box, 2816LL);
+          __nv_bfloat16* const saved_h_box2 = saved_h_ptr + row * 2816LL + kColumns + box_column;
           staged.store(1, saved_h_map, kColumns + box_column, static_cast<int>(row), 0, valid,
-                       kColumns - box_column, saved_h_ptr + row * 2816LL + kColumns + box_column, 2816LL);
+                       kColumns - box_column, saved_h_box2, 2816LL);
+          __nv_bfloat16* const activated_box = activated_ptr + row * 1408LL + box_column;
           staged.store(2, activated_map, box_column, static_cast<int>(row), 0, valid,
-                       kColumns - box_column, activated_ptr + row * 1408LL + box_column, 1408LL);
+                       kColumns - box_column, activated_box, 1408LL);
           staged.sent();
         }
       }

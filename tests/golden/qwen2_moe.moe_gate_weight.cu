@@ -42,11 +42,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) moe_gate_weight(
 
     const auto left = [&](int r) -> const Element* { return x_ptr + (first_token + r) * x_stride; };
     const Element* const weight = gate_weight_ptr;
-    const auto right = [&](int /*part*/, int c) -> const Element* { return weight + (first_column + c) * gate_weight_stride; };
+    const auto right = [&](int /*part*/, int c) -> const Element* {
+      return weight + (first_column + c) * gate_weight_stride;
+    };
 
     Tile tile;
     tile.clear();  // %logits = slot.linear %x, %gate_weight {transposed = false}
-    tile.multiply(left, right, kDepth, static_cast<int>(moesaic::at_most(kTileRows, rows)), kColumns - first_column, shared);
+    tile.multiply(left, right, kDepth, static_cast<int>(moesaic::at_most(kTileRows, rows)), kColumns - first_column,
+                  shared);
 
     constexpr int kVector = 2;
 #pragma unroll

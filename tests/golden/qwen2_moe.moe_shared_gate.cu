@@ -42,11 +42,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) moe_shared_gate(
 
     const auto left = [&](int r) -> const Element* { return x_ptr + (first_token + r) * x_stride; };
     const Element* const weight = shared_gate_ptr;
-    const auto right = [&](int /*part*/, int c) -> const Element* { return weight + (first_column + c) * shared_gate_stride; };
+    const auto right = [&](int /*part*/, int c) -> const Element* {
+      return weight + (first_column + c) * shared_gate_stride;
+    };
 
     Tile tile;
     tile.clear();  // %shared_logit = slot.linear %x, %shared_gate {transposed = false}
-    tile.multiply(left, right, kDepth, static_cast<int>(moesaic::at_most(kTileRows, rows)), kColumns - first_column, shared);
+    tile.multiply(left, right, kDepth, static_cast<int>(moesaic::at_most(kTileRows, rows)), kColumns - first_column,
+                  shared);
 
     constexpr int kVector = 2;
 #pragma unroll

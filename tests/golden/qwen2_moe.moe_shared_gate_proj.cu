@@ -50,7 +50,8 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
 
       const moesaic::Boxes<64> left{x_map, 0, static_cast<int>(first_token), 0, 0};
       const moesaic::Boxes<128> right{shared_gate_proj_map, 0, first_column, 0, 0};
-      tile.fetch(left, right, kDepth, static_cast<int>(moesaic::at_most(kTileRows, rows)), kColumns - first_column, item.together);
+      tile.fetch(left, right, kDepth, static_cast<int>(moesaic::at_most(kTileRows, rows)), kColumns - first_column,
+                 item.together);
     }
   } else {
     moesaic::take_registers<Tile::kWorkRegisters>();
@@ -96,10 +97,12 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
             }
           }
           staged.written();
+          __nv_bfloat16* const out_box = out_ptr + row * 5632LL + box_column;
           staged.store(0, out_map, box_column, static_cast<int>(row), 0, valid,
-                       kColumns - box_column, out_ptr + row * 5632LL + box_column, 5632LL);
+                       kColumns - box_column, out_box, 5632LL);
+          __nv_bfloat16* const saved_shared_h_gate_box = saved_shared_h_gate_ptr + row * 5632LL + box_column;
           staged.store(1, saved_shared_h_gate_map, box_column, static_cast<int>(row), 0, valid,
-                       kColumns - box_column, saved_shared_h_gate_ptr + row * 5632LL + box_column, 5632LL);
+                       kColumns - box_column, saved_shared_h_gate_box, 5632LL);
           staged.sent();
         }
       }

@@ -48,7 +48,8 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
 
       const moesaic::Boxes<32> left{x_map, 0, static_cast<int>(first_token), 0, 0};
       const moesaic::Boxes<128> right{shared_up_proj_map, 0, first_column, 0, 0};
-      tile.fetch(left, right, kDepth, static_cast<int>(moesaic::at_most(kTileRows, rows)), kColumns - first_column, item.together);
+      tile.fetch(left, right, kDepth, static_cast<int>(moesaic::at_most(kTileRows, rows)), kColumns - first_column,
+                 item.together);
     }
   } else {
     moesaic::take_registers<Tile::kWorkRegisters>();
@@ -92,8 +93,10 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
             saved_shared_h_up_out[v] = tile.values[0][i][j][v];
             shared_activated_out[v] = product;
           }
-          moesaic::store_columns<kVector, 16, true>(saved_shared_h_up_row + column, kColumns - column, saved_shared_h_up_out);
-          moesaic::store_columns<kVector, 16, true>(shared_activated_row + column, kColumns - column, shared_activated_out);
+          moesaic::store_columns<kVector, 16, true>(saved_shared_h_up_row + column, kColumns - column,
+                                                    saved_shared_h_up_out);
+          moesaic::store_columns<kVector, 16, true>(shared_activated_row + column, kColumns - column,
+                                                    shared_activated_out);
         }
       }
     }

@@ -44,7 +44,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, /*blocks per multiprocess
     float d_probs[Experts::kSlots];  // %d_probs
     moesaic::load_row<Experts, /*align=*/16>(d_probs_ptr + token * d_probs_ptr_stride, d_probs, lane);
     int saved_indices[Picks::kSlots];  // %saved_indices
-    moesaic::load_stored<Picks, /*align=*/16>(saved_indices_ptr + token * saved_indices_ptr_stride, saved_indices, lane);
+    moesaic::load_stored<Picks, /*align=*/16>(saved_indices_ptr + token * saved_indices_ptr_stride, saved_indices,
+                                              lane);
 
     // %largest = row.max %logits
     const float largest = moesaic::row_max<Experts>(logits, lane);
@@ -89,7 +90,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, /*blocks per multiprocess
 
     // %gathered2 = row.gather %d_probs, %saved_indices
     float gathered2[Picks::kSlots];
-    moesaic::gather<Picks, /*kMayBeAway=*/true>(d_probs_ptr + token * d_probs_ptr_stride, saved_indices, gathered2, lane);
+    moesaic::gather<Picks, /*kMayBeAway=*/true>(d_probs_ptr + token * d_probs_ptr_stride, saved_indices, gathered2,
+                                                lane);
 
     float product2[Picks::kSlots];
 #pragma unroll

@@ -19,6 +19,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) route_finish(
   moesaic::let_next_kernel_begin();
   int tile = blockIdx.x;
   if (tile >= 0 && tile < 3) {  // %counts
-    moesaic::store_totals<96>(counts_ptr, tile, moesaic::sum_partial_rows<96, kThreads>(counts_partial_ptr, rows, tile));
+    moesaic::store_totals<96>(counts_ptr, tile,
+                              moesaic::sum_partial_rows<96, kThreads>(counts_partial_ptr, rows, tile));
   }
 }

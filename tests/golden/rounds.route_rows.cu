@@ -55,7 +55,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, /*blocks per multiprocess
 
     // %allowed = row.group_limit %scores {groups = 4, keep = 2, score = max}
     bool allowed[Experts::kSlots];
-    moesaic::group_limit_shared<Experts, /*groups=*/4, /*keep=*/2, /*best=*/1>(scores, allowed, staged[slot], kept_groups[slot], lane);
+    moesaic::group_limit_shared<Experts, /*groups=*/4, /*keep=*/2, /*best=*/1>(
+        scores, allowed, staged[slot], kept_groups[slot], lane);
 
     // %values, %indices = row.topk %logits, %allowed {k = 24}
     Rank::Key keys[Experts::kSlots];

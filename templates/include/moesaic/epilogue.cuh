@@ -1,9 +1,21 @@
-// What the epilogue of a product does with memory: neighbouring columns of a row, and gates and ups beside them.
+// What the epilogue of a product does with memory: neighbouring columns of a row, gates and ups beside them, and what a slot
+// has by way of its token and its pick.
 #pragma once
 
 #include "moesaic/base.cuh"
 
 namespace moesaic {
+
+// The row of a slot's token, which stands at `token`.
+template <typename T>
+__device__ __forceinline__ const T* token_row(const T* rows, long long stride, const int* token) {
+  return rows + static_cast<long long>(load_one(token)) * stride;
+}
+// The number of a pick, of which each token has kTopK.
+template <int kTopK, typename T>
+__device__ __forceinline__ float pick_number(const T* numbers, long long stride, int pick) {
+  return to_float(load_one(numbers + static_cast<long long>(pick / kTopK) * stride + pick % kTopK));
+}
 
 // A word of 16 or of 8 bytes to global memory, in one instruction: what the compiler knows part by part it also stores so,
 // or by way of the stack. Nothing that a kernel writes is read again, so that loads may pass this.

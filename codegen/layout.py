@@ -1,0 +1,166 @@
+"""How generated CUDA is laid out: statements that are too wide go on in further lines, as a person would write them.
+
+Only white space changes. A comment stays behind its statement, however wide it is; lines that are nothing else, and
+those of the preprocessor, are left as they are.
+"""
+
+from __future__ import annotations
+
+import re
+
+WIDTH = 120
+"""Columns of a statement, without the comment behind it."""
+
+_END = 3  # what is no more than the end of a statement
+_FURTHER = 4  # what goes on below, from where the statement begins
+_DEEP = 60  # a bracket that opens further to the right than this has its content in a line below
+_OPERATORS = (" * ", " + ", " - ", " && ", " || ", " ? ", " : ")
+_CLOSING = {"(": ")", "{": "}", "[": "]", "<": ">"}
+_ASSIGNMENT = re.compile(r" [+]?= ")
+_LAMBDA = re.compile(r"(.*\[&\]\([^()]*\)(?: -> [^{}]+)? \{) (.*;) (\}.*)")
+
+
+def laid_out(source: str) -> str:
+    """The text of a kernel, with no statement wider than `WIDTH` that has a place to be broken at."""
+    return "\n".join(part for line in source.split("\n") for part in _lines(line))
+
+
+def _lines(line: str) -> list[str]:
+    code, mark, comment = line.partition("  // ")
+    stripped = code.strip()
+    if len(code) <= WIDTH or stripped.startswith(("//", "#")):
+        return [line]
+    margin = len(code) - len(code.lstrip())
+    parts = _statement(stripped, margin)
+    parts[-1] += mark + comment
+    return parts
+
+
+def _statement(text: str, margin: int) -> list[str]:
+    """The lines of a statement that begins at a margin."""
+    if margin + len(text) <= WIDTH:
+        return [" " * margin + text]
+    lambda_ = _LAMBDA.fullmatch(text)
+    if lambda_ is not None:
+        begin, body, end = lambda_.groups()
+        return [" " * margin + begin, *_statement(body, margin + 2), " " * margin + end]
+    if text.startswith('extern "C"'):  # the name of the kernel, with what opens its parameters
+        before, _, name = text.rpartition(" ")
+        attributes, _, bounds = before.partition(" __launch_bounds__")
+        if margin + len(before) <= WIDTH or not bounds:
+            return [" " * margin + before, " " * margin + name]
+        return [" " * margin + part for part in (attributes, f"__launch_bounds__{bounds}", name)]
+    return _broken(" " * margin + text, margin, margin)
+
+
+def _broken(line: str, margin: int, start: int) -> list[str]:
+    """A line that is too wide, from `start` on, in several: broken between the operands of what is assigned, else in
+    its outermost brackets that do not fit, else behind an assignment, else as it is."""
+    assigned = _ASSIGNMENT.search(line, start)
+    operands = _pieces(line[assigned.end() :]) if assigned is not None else []
+    if assigned is not None and len(operands) > 1:
+        return _assigned(line, assigned.end(), operands, margin)
+    for opened, closed in _brackets(line, start):
+        if closed < WIDTH and len(line) - closed > _END:
+            continue  # it is what comes after it that does not fit
+        pieces = _pieces(line[opened + 1 : closed])
+        if pieces:
+            return _filled(line, opened, closed, pieces, margin)
+    return [line] if assigned is None else _assigned(line, assigned.end(), [line[assigned.end() :]], margin)
+
+
+def _filled(line: str, opened: int, closed: int, pieces: list[str], margin: int) -> list[str]:
+    """A line with the content of brackets in as many lines as it takes, below each other."""
+    below = opened > _DEEP + margin or opened + 1 + max(map(len, pieces)) > WIDTH
+    indent = margin + _FURTHER if below else opened + 1
+    lines = [line[: opened + 1]] if below else []
+    current = " " * indent if below else line[: opened + 1]
+    pieces = [*pieces[:-1], pieces[-1] + line[closed:]]
+    for piece in pieces:
+        if len(current) > indent and len(current) + len(piece.rstrip()) > WIDTH:
+            lines.append(current.rstrip())
+            current = " " * indent + piece.lstrip()
+        else:
+            current += piece
+    return [part for found in (*lines, current) for part in _again(found, indent, line)]
+
+
+def _assigned(line: str, end: int, operands: list[str], margin: int) -> list[str]:
+    """A line with what is assigned below, or its operands below each other."""
+    begin, value, indent = line[:end], line[end:], " " * (margin + _FURTHER)
+    if len(operands) == 1 or len(indent + value) <= WIDTH:
+        return [begin.rstrip(), *_again(indent + value, margin + _FURTHER, line)]
+    first, *others = (operand.strip() for operand in operands)
+    lines = [begin + first, *(indent + operand for operand in others)]
+    return [part for found in lines for part in _again(found, margin + _FURTHER, line)]
+
+
+def _again(line: str, margin: int, before: str) -> list[str]:
+    """Lines of one that may still be too wide, and is not the one that was broken."""
+    if len(line) <= WIDTH or line == before:
+        return [line]
+    return _broken(line, margin, len(line) - len(line.lstrip()))
+
+
+def _brackets(line: str, start: int) -> list[tuple[int, int]]:
+    """Where outermost brackets open and close; of calls, not of template arguments."""
+    found: list[tuple[int, int]] = []
+    at = start
+    while at < len(line):
+        if line[at] in "({":
+            closed = _closing(line, at)
+            if closed is None:
+                return found
+            found.append((at, closed))
+            at = closed
+        at += 1
+    return found
+
+
+def _closing(line: str, opened: int) -> int | None:
+    depth: list[str] = []
+    for at in range(opened, len(line)):
+        symbol = line[at]
+        if symbol in "({[" or (symbol == "<" and _is_template(line, at)):
+            depth.append(_CLOSING[symbol])
+        elif depth and symbol == depth[-1] and not (symbol == ">" and line[at - 1] == "-"):
+            depth.pop()
+            if not depth:
+                return at
+    return None
+
+
+def _is_template(line: str, at: int) -> bool:
+    """Whether a `<` opens template arguments: comparisons have spaces around them."""
+    return at > 0 and (line[at - 1].isalnum() or line[at - 1] == "_") and line[at + 1 : at + 2] not in (" ", "<", "=")
+
+
+def _pieces(content: str) -> list[str]:
+    """The content of brackets in pieces that may each begin a line: arguments, or else operands of the one there is."""
+    commas = _places(content, (", ",))
+    if commas:
+        return _cut(content, [at + 2 for at in commas])
+    for operators in (("; ",), _OPERATORS[4:5], _OPERATORS[3:4], _OPERATORS[5:], _OPERATORS[1:3], _OPERATORS[:1]):
+        places = _places(content, operators)
+        if places:
+            return _cut(content, [at + 1 if operators != ("; ",) else at + 2 for at in places])
+    return []
+
+
+def _places(content: str, wanted: tuple[str, ...]) -> list[int]:
+    """Where one of some texts is outside of all brackets."""
+    found: list[int] = []
+    depth = 0
+    for at, symbol in enumerate(content):
+        if symbol in "({[" or (symbol == "<" and _is_template(content, at)):
+            depth += 1
+        elif symbol in ")}]" or (symbol == ">" and depth > 0 and content[at - 1] not in "- "):
+            depth -= 1
+        elif depth == 0 and content.startswith(wanted, at):
+            found.append(at)
+    return found
+
+
+def _cut(content: str, places: list[int]) -> list[str]:
+    ends = [*places, len(content)]
+    return [content[begin:end] for begin, end in zip([0, *places], ends, strict=True)]
