@@ -285,8 +285,8 @@ def _compare(
     close("hidden of inference", hidden, lambda r: r[0])
     close("hidden of training", hidden, lambda r: r[1])
     close("d_x", d_x, lambda r: r[2])
-    # Number by number: a token that picks one expert only has the same error in all of them.
-    close("d_weights", d_weights.reshape(-1, 1), lambda r: r[3].reshape(-1, 1), loose=1.5, whole=True)
+    # Number by number, which nothing averages: a token that picks one expert only has the same error in all of them.
+    close("d_weights", d_weights.reshape(-1, 1), lambda r: r[3].reshape(-1, 1), loose=2.5, whole=True)
 
 
 def _matrix(place: int, expert: int, results: tuple[Tensor, ...]) -> Tensor:

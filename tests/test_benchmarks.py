@@ -175,6 +175,19 @@ def test_what_is_wrong_is_found() -> None:
         assert problems[name].startswith(f"WRONG: {name}"), problems.get(name)
 
 
+def test_what_is_right_passes_however_tokens_pick() -> None:
+    """Errors are what rounding makes them, the largest of 16000 numbers, too; with one expert for all, those of a token
+    are the same."""
+    from experts_cases import CASES, ROUTINGS, check, make_inputs, make_matrices, make_picks, ours
+
+    generator = torch.Generator().manual_seed(0)
+    case = CASES[0].small
+    matrices = make_matrices(case, generator)
+    for routing in ROUTINGS:
+        given = make_inputs(case, make_picks(case, 2000, generator, routing), generator)
+        assert not check(case, given, matrices, {"ours": ours(case, matrices, "reference")}), routing
+
+
 def test_in_turn() -> None:
     """Each has its turn in each round; what takes long is timed less often."""
     from timing import in_turn
