@@ -70,7 +70,7 @@ class _Emitter:
 
     def generate(self) -> GeneratedKernel:
         body = self._body()
-        shape = self.shape.cuda(1, self.left, self.right)
+        shape = self.shape.cuda(1, self.left, self.right, short_first=self._short_first)
         source = render(
             "over_tiles.cu.j2",
             {
@@ -293,16 +293,16 @@ class _Emitter:
             *passes,
             "",
             "const int rows = first_column < kColumns ? kRows - first_row : 0;",
-            f"tile.multiply{self._short_first}(slots, rows);  // {comment(self.wgrad, self._name)}",
+            f"tile.multiply(slots, rows);  // {comment(self.wgrad, self._name)}",
             "",
             *self._store(),
             *self._bias(),
         ]
 
     @property
-    def _short_first(self) -> str:
+    def _short_first(self) -> bool:
         """Where an operand comes both in boxes and by lines, the stage that is not whole comes first."""
-        return "</*kShortFirst=*/true>" if self.grouped and Fetch.SHARED in self.fetched else ""
+        return self.grouped and Fetch.SHARED in self.fetched
 
     # ------------------------------------------------------------------------------------------------ operands
 

@@ -83,6 +83,7 @@ class Case:
     def shape(self) -> str:
         shape = [self.m, self.n, self.k, self.stages, self.parts, self.left_across, self.right_across]
         shape += [self.left_align, self.right_align, self.threads]
+        shape += [self.left_across and self.right_across and "+lines" in self.ways_apart]
         return f"moesaic::TileShape<{', '.join(str(int(x)) for x in shape)}>"
 
     @property
@@ -276,7 +277,6 @@ __device__ __forceinline__ void products(const T* a, const T* b, Operand left, O
                                          const TensorMap& right_map, const Placed& right_boxes) {
   constexpr int kM = Shape::kM, kN = Shape::kN;
   constexpr bool kBeside = LeftWay::kHow == Fetch::kShared;
-  constexpr bool kShortFirst = Shape::kLeftAcross && Shape::kRightAcross && (LeftWay::kRest || RightWay::kRest);
   MOESAIC_DYNAMIC_SHARED(unsigned char, shared);
   const int tile_rows = (m + kM - 1) / kM, tile_columns = (n + kN - 1) / kN;
   const Result result = result_in<Shape>(y, m, n, tile_rows * tile_columns);
@@ -317,7 +317,7 @@ __device__ __forceinline__ void products(const T* a, const T* b, Operand left, O
       if (tile.passes(depth)) continue;
       const Place at = place_of(i);
       const int m0 = at.row * kM, n0 = at.column * kN;
-      tile.template multiply<kShortFirst>(depth, at.idle ? 0 : m - m0);
+      tile.multiply(depth, at.idle ? 0 : m - m0);
       if (!at.idle) store_tile<Shape>(tile, result, at.row * tile_columns + at.column, m0, n0, shared);
     }
   }

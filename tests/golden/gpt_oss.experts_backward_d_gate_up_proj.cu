@@ -19,7 +19,7 @@ constexpr int kRowTiles = (kRows + kTileRows - 1) / kTileRows;
 constexpr int kColumnTiles = (kColumns + kTileColumns - 1) / kTileColumns;
 
 using Element = __nv_bfloat16;
-using Shape = moesaic::TileShape<128, 256, 64, 4, 1, true, true, 16, 16, 384>;
+using Shape = moesaic::TileShape<128, 256, 64, 4, 1, true, true, 16, 16, 384, /*kShortFirst=*/true>;
 using Staged = moesaic::StagedBoxes<__nv_bfloat16, 64, 1, 2>;
 using Tile = moesaic::WgmmaTile<Element, Shape, moesaic::Fetch::kLines, moesaic::Fetch::kShared, false, Staged::kBytes>;
 static_assert(Tile::kSharedBytes == 230464, "the shared memory that the launch has for a tile");
@@ -87,7 +87,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
       const long long first_slot = next.first_slot;
 
       const int rows = first_column < kColumns ? kRows - first_row : 0;
-      tile.multiply</*kShortFirst=*/true>(slots, rows);  // %grouped_wgrad = slot.grouped_wgrad %gathered, %x, %saved_counts, %saved_offsets
+      tile.multiply(slots, rows);  // %grouped_wgrad = slot.grouped_wgrad %gathered, %x, %saved_counts, %saved_offsets
 
 #pragma unroll
       for (int b = 0; b < Tile::kBlocks; ++b) {

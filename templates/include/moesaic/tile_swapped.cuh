@@ -48,13 +48,12 @@ class SwappedTile
 
   // values[..] = the sum over k < depth of left(row, k) * right_p(column, k), of what is being fetched, for the `rows` of
   // the tile that are there; without any, only the waiting. See tile_wgmma.cuh for kShortFirst.
-  template <bool kShortFirst = false>
   __device__ __forceinline__ void multiply(int depth, long long rows) {
     if constexpr (Shape::kM == 256) {
       if (rows > 0) {
-        multiply_rows<256, kShortFirst>(depth);
+        multiply_rows<256>(depth);
       } else {
-        multiply_rows<0, kShortFirst>(depth);
+        multiply_rows<0>(depth);
       }
     } else if (rows > 136) {
       multiply_rows<144>(depth);
@@ -76,14 +75,14 @@ class SwappedTile
   }
 
  private:
-  template <int kRows, bool kShortFirst = false>
+  template <int kRows>
   __device__ __forceinline__ void multiply_rows(int depth) {
     PendingProducts pending;
     if (Shape::kLeftAcross && depth <= 0) for_all([](float& value) { value = 0.0f; });  // no product begins the sums
     int read = -1;  // the stage before
     const SharedMatrix rows_there = Left::matrix(stages_, 0);  // in the first stage
     const SharedMatrix columns_there = Right::matrix(stages_ + Left::kBytes, first_column());
-    const int short_steps = kShortFirst ? Stages::short_steps(depth) : 0;
+    const int short_steps = Shape::kShortFirst ? Stages::short_steps(depth) : 0;
     if (short_steps > 0) {
       mbarrier_wait(full(stage_), parity_);
       if constexpr (kRows > 0) {

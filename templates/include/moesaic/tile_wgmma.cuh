@@ -93,7 +93,6 @@ class WgmmaTile : public WgmmaStages<T, Shape, kLeft, kRight, kStagedBytes,
   // where the compiler keeps products asynchronous even so: clearing sums takes 300 cycles. With kShortFirst, it is the first
   // stage that may not be whole, as `fetch` has it where an operand comes both in boxes and by lines; products of zeros are
   // left out, where sums need not be cleared.
-  template <bool kShortFirst = false>
   __device__ __forceinline__ void multiply(int depth, long long rows) {
     const bool idle = first_row() >= rows;
     PendingProducts pending;
@@ -103,7 +102,7 @@ class WgmmaTile : public WgmmaStages<T, Shape, kLeft, kRight, kStagedBytes,
     int read = -1;  // the stage before
     const SharedMatrix rows_there = Left::matrix(stages_, first_row());  // in the first stage
     const SharedMatrix columns_there = Right::matrix(stages_ + Left::kBytes, 0);
-    const int short_steps = kShortFirst && !kClears ? Stages::short_steps(depth) : 0;
+    const int short_steps = Shape::kShortFirst && !kClears ? Stages::short_steps(depth) : 0;
     if (short_steps > 0) {
       mbarrier_wait(full(stage_), parity_);
       if (!idle) multiply_short<Shape::kK / 16 - 1>(short_steps, pending, rows_there, columns_there);

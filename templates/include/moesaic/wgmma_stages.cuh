@@ -250,8 +250,10 @@ class WgmmaStages {
     Right right;
     // A stage that is not whole comes line by line, which takes longer: first, there is time for it while the others are
     // still busy with what follows the product before.
-    constexpr bool kShortFirst = Shape::kLeftAcross && Shape::kRightAcross &&
-                                 (kComesInBoth<LeftRows> || kComesInBoth<RightRows>);
+    constexpr bool kShortFirst = Shape::kShortFirst;
+    static_assert(kShortFirst == (Shape::kLeftAcross && Shape::kRightAcross &&
+                                  (kComesInBoth<LeftRows> || kComesInBoth<RightRows>)),
+                  "who multiplies has to know");
     int next = kShortFirst && depth > 0 ? (depth - 1) % Shape::kK + 1 : Shape::kK;  // stage's first step
     const int first_end = kShortFirst ? smaller(next, depth) : depth;
     left.find(left_lines, first_end, depth, left_extent);
