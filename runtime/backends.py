@@ -8,11 +8,12 @@ import torch
 
 from moesaic.ir import environment
 from moesaic.ir.errors import InputError
+from moesaic.runtime.traced import constant
 
 BACKENDS = ("auto", "cuda", "emulate", "reference")
 
 
-@torch.compiler.assume_constant_result
+@constant
 def resolve_backend(asked: str, device: str, dtype: torch.dtype) -> str:
     """The backend that runs tensors of a device and dtype.
 
@@ -37,7 +38,7 @@ traced: dict[tuple[str, str], str] = {}
 """Where programs run in graphs of torch.compile, by handle and the backend asked for; equal layers share a graph."""
 
 
-@torch.compiler.assume_constant_result
+@constant
 def note_traced(handle: str, asked: str, backend: str) -> bool:
     traced[handle, asked] = backend
     return True

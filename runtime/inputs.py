@@ -9,6 +9,7 @@ import torch
 from moesaic.ir.errors import InputError, InputTypeError, suggestion
 from moesaic.runtime.reference import DTYPES
 from moesaic.runtime.signature import Input, Signature
+from moesaic.runtime.traced import constant
 
 
 def bind(signature: Signature, logits: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
@@ -66,7 +67,7 @@ def _refuse_undeclared(signature: Signature, inputs: Mapping[str, torch.Tensor])
 
 
 # torch.compile cannot trace a search for near misses, and would report that in place of our error.
-_suggestion = torch.compiler.assume_constant_result(suggestion)
+_suggestion = constant(suggestion)
 
 
 def _dense_rows(tensor: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,7 @@ from moesaic.runtime.program import Program, program_by_key, program_of, with_gr
 from moesaic.runtime.reference import DTYPES, TORCH_DTYPES, evaluate
 from moesaic.runtime.signature import for_wanted_gradients, has_backward, signature_of
 from moesaic.runtime.torch_ops import record
+from moesaic.runtime.traced import announce, in_graph
 from moesaic.runtime.transforms import must_dispatch, refuse_transforms
 
 _TOKENS = symbol("T")
@@ -158,6 +159,8 @@ class CompiledLayer(LayerViews):
         if training:
             handle = for_wanted_gradients(handle, self._passes, tensors, mains)
         if backend == "reference":
+            if _is_compiling():
+                announce()
             outputs = _evaluate(handle, added_by_autograd(tensors, mains) if mains else tensors)
         elif torch.compiler.is_compiling():
             outputs = torch.ops.moesaic.forward(handle, backend, training, tensors)
@@ -349,7 +352,7 @@ def _program_for(declared: Router | Module, dtype: DType, passes: str, *, masked
     return program_of(declared, passes)
 
 
-@torch._dynamo.allow_in_graph
+@in_graph
 def _evaluate(handle: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The reference. torch.compile does not look inside; the torch functions it calls become the graph."""
     function = program_by_key(handle).function

@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from moesaic.runtime.traced import constant
+
 Layer = TypeVar("Layer")
 
 # Layers by attribute. To torch.compile a layer has to be a part of something in a module, and what finds it a constant;
@@ -33,7 +35,7 @@ def made_once(make: Callable[..., Layer]) -> Callable[..., Layer]:
     def made(*arguments: Any) -> str:
         return _keep(make, arguments)
 
-    @torch.compiler.assume_constant_result
+    @constant
     def find(*arguments: Any) -> str:
         return made(*arguments)
 

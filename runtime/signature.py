@@ -14,6 +14,7 @@ from moesaic.ir.ops import col
 from moesaic.ir.types import TensorType
 from moesaic.runtime.program import Program, program_by_key, with_gradients
 from moesaic.runtime.reference import TORCH_DTYPES
+from moesaic.runtime.traced import constant
 
 
 class Input(NamedTuple):
@@ -64,7 +65,7 @@ class Signature:
 _signatures: dict[str, Signature] = {}
 
 
-@torch.compiler.assume_constant_result
+@constant
 def signature_of(handle: str) -> Signature:
     """The signature of a program by its handle. Under torch.compile it runs while tracing: the handle, which torch
     guards, decides everything in it."""
@@ -98,7 +99,7 @@ def _is_only_a_number_of_sequences(type: TensorType) -> bool:
     return type.leading == "N" and type.shape[1:] == (0,)
 
 
-@torch.compiler.assume_constant_result
+@constant
 def has_backward(handle: str) -> bool:
     """Whether a gradient reaches an input. Lowers the program, which the reference must not depend on."""
     return _has_backward(handle)
@@ -123,7 +124,7 @@ def for_wanted_gradients(
     return _with_gradients(handle, passes, ",".join(into), ",".join(without)) if into or without else handle
 
 
-@torch.compiler.assume_constant_result
+@constant
 def _with_gradients(handle: str, passes: str, into: str, without: str) -> str:
     """`with_gradients`, from plain constants."""
     return with_gradients(

@@ -17,6 +17,7 @@ from moesaic.runtime.functional import backend_for, normalized
 from moesaic.runtime.layer import CompiledLayer
 from moesaic.runtime.made_once import made_once
 from moesaic.runtime.reference import TORCH_DTYPES
+from moesaic.runtime.traced import constant
 
 EPSILON = 1e-20
 """Transformer Engine's, added to the sums that scores are divided by."""
@@ -27,7 +28,7 @@ FORMATS = ("bytemap", "bitmap_u8")
 INDEX_DTYPES = {torch.int16: "int16", torch.int32: "int32", torch.int64: "int64"}
 
 
-@torch.compiler.assume_constant_result
+@constant
 def map_output(routing_map_format: object) -> str:
     """The router's output that a map format stands for: ``map`` or ``bitmap``.
 
