@@ -32,6 +32,7 @@ from moesaic.runtime.locks import KeyedLocks
 from moesaic.runtime.plan import LaunchPlan
 from moesaic.runtime.program import Executable, Program
 from moesaic.runtime.reference import TORCH_DTYPES
+from moesaic.runtime.side_by_side import side_by_side
 from moesaic.runtime.tuning.lookup import points_for, tunables
 from moesaic.runtime.tuning.tables import CardName, Tables
 
@@ -468,7 +469,7 @@ class Runner:
                     if distinct not in self._distinct:
                         with reproducer.kept(str(program.module), program.pipeline(kind), self.again(target.name)):
                             executable = program.executable(kind, target.name, aligned, cotangents, rule, points)
-                            loaded = [self.load(k, device) for k in executable.kernels]
+                            loaded = self.load_all(executable.kernels, device)
                         self._distinct[distinct] = Prepared(executable, loaded, self, device)
                         _log.info(
                             "@%s, %s for %s tokens on %s: %s",
@@ -567,6 +568,10 @@ class Runner:
     def load(self, kernel: GeneratedKernel, device: torch.device) -> Loaded:
         raise NotImplementedError
 
+    def load_all(self, kernels: Sequence[GeneratedKernel], device: torch.device) -> list[Loaded]:
+        """The same of several, whose compilers run side by side."""
+        return [self.load(kernel, device) for kernel in kernels]
+
     def enter(self, prepared: Prepared, inputs: Sequence[torch.Tensor], index: int) -> list[torch.Tensor]:
         """Runs on the device of that index, on its current stream."""
         return prepared.run(inputs, 0)
@@ -663,6 +668,11 @@ class CudaRunner(Runner):
     def load(self, kernel: GeneratedKernel, device: torch.device) -> Loaded:
         return _CudaKernel(kernel, device.index)
 
+    def load_all(self, kernels: Sequence[GeneratedKernel], device: torch.device) -> list[Loaded]:
+        target = self.target(device)
+        side_by_side(lambda kernel: compiled_kernel(kernel, target), kernels)
+        return super().load_all(kernels, device)
+
     def enter(self, prepared: Prepared, inputs: Sequence[torch.Tensor], index: int) -> list[torch.Tensor]:
         # The driver launches into the current context; torch may have another device's, or none on this thread yet.
         with driver.current(index):
@@ -720,6 +730,9 @@ class EmulatedRunner(Runner):
 
     def load(self, kernel: GeneratedKernel, device: torch.device) -> Loaded:
         return _EmulatedKernel(kernel, self)
+
+    def load_all(self, kernels: Sequence[GeneratedKernel], device: torch.device) -> list[Loaded]:
+        return side_by_side(lambda kernel: self.load(kernel, device), kernels)
 
     def fresh(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         # All bits set: NaN as a float, -1 as an integer. What a kernel leaves unwritten shows.

@@ -27,6 +27,7 @@ from moesaic.runtime.kernels import compiled_kernel
 from moesaic.runtime.memory import Memory, memory_of
 from moesaic.runtime.plan import LaunchPlan
 from moesaic.runtime.program import Executable, Program
+from moesaic.runtime.side_by_side import side_by_side
 
 TOKENS = 16384
 """T where nobody says how many."""
@@ -418,7 +419,7 @@ def _direction(
 ) -> Direction:
     plan = executable.plan
     launches = [op for op in executable.module.entry.body.ops if isinstance(op, Kernel)]
-    used = [_resources(step.kernel, target, notes, lineinfo) for step in plan.steps]
+    used = side_by_side(lambda step: _resources(step.kernel, target, notes, lineinfo), plan.steps)
     blocks = {
         step.blocks_symbol: _blocks(step.kernel, target, card, resources, tokens)
         for step, resources in zip(plan.steps, used, strict=True)

@@ -17,6 +17,7 @@ from moesaic.runtime.kernels import compiled_kernel
 from moesaic.runtime.measure import can_measure, kernel_times, measured_card, target_here
 from moesaic.runtime.memory import Memory, memory_of
 from moesaic.runtime.program import Executable, Program
+from moesaic.runtime.side_by_side import side_by_side
 
 if TYPE_CHECKING:
     from moesaic.codegen.nvrtc import CompiledKernel
@@ -92,12 +93,12 @@ class LayerViews:
     @property
     def asm(self) -> Mapping[str, Mapping[str, Any]]:
         """``asm["ptx"]``, ``asm["cubin"]``, ``asm["sass"]``: each by kernel symbol."""
-        return _Assembly({s: self._compiled(k) for s, k in self.kernels.items()})
+        return _Assembly(self._all_compiled())
 
     @property
     def resources(self) -> Mapping[str, Resources]:
         """Registers, spills and shared memory of each kernel, from the compiler's log."""
-        return {s: self._compiled(k).resources for s, k in self.kernels.items()}
+        return {symbol: made.resources for symbol, made in self._all_compiled().items()}
 
     @property
     def tuned(self) -> Mapping[str, Mapping[str, Mapping[str, str]]]:
@@ -153,8 +154,9 @@ class LayerViews:
             tuned=tuned,
         )
 
-    def _compiled(self, kernel: GeneratedKernel) -> CompiledKernel:
-        return compiled_kernel(kernel, self.target)
+    def _all_compiled(self) -> dict[str, CompiledKernel]:
+        target, kernels = self.target, self.kernels
+        return dict(zip(kernels, side_by_side(lambda k: compiled_kernel(k, target), kernels.values()), strict=True))
 
     def _views(self) -> list[Executable]:
         """Executables for aligned inputs on the target: the training forward, and backward if there is one."""

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from moesaic.ir import environment
 from moesaic.runtime import folders
+from moesaic.runtime.side_by_side import cores
 
 if TYPE_CHECKING:
     from filelock import BaseFileLock
@@ -156,8 +157,7 @@ def _free_slot(folder: Path, jobs: int) -> BaseFileLock | None:
 @functools.cache
 def default_jobs() -> int:
     """As many compiles as cores this process may use, and as fit into the memory that was free at its first one."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(cores, free_memory() // _BYTES_PER_COMPILE))
+    return max(1, min(cores(), free_memory() // _BYTES_PER_COMPILE))
 
 
 def free_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:

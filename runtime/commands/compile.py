@@ -96,7 +96,8 @@ def _folder(arguments: argparse.Namespace) -> Path | None:
 
 
 def _resources(lowered: lowering.Lowered, kernels: list[GeneratedKernel], arguments: argparse.Namespace) -> None:
-    records = [lowering.resource_record(k, lowering.compiled(k, lowered.target)) for k in kernels]
+    made = lowering.all_compiled(kernels, lowered.target)
+    records = [lowering.resource_record(k, m) for k, m in zip(kernels, made, strict=True)]
     if arguments.json:
         text = json.dumps({"target": lowered.target.name, "kernels": records}, indent=2)
     else:
@@ -138,7 +139,7 @@ def _emit(lowered: lowering.Lowered, kernels: list[GeneratedKernel], arguments: 
 def _content(kernel: GeneratedKernel, lowered: lowering.Lowered, kind: str) -> bytes:
     if kind == "cuda":
         return kernel.source.encode()
-    made = lowering.compiled(kernel, lowered.target)
+    [made] = lowering.all_compiled([kernel], lowered.target)
     return _view(made, kind)
 
 
@@ -155,8 +156,7 @@ def _view(made: CompiledKernel, kind: str) -> bytes:
 
 def _write_everything(folder: Path, lowered: lowering.Lowered, kernels: list[GeneratedKernel]) -> None:
     records = []
-    for kernel in kernels:
-        made = lowering.compiled(kernel, lowered.target)
+    for kernel, made in zip(kernels, lowering.all_compiled(kernels, lowered.target), strict=True):
         records.append(lowering.resource_record(kernel, made))
         inputs.write_file(folder / f"{kernel.symbol}.cu", kernel.source.encode())
         for kind in ("ptx", "cubin", "sass"):

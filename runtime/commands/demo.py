@@ -167,8 +167,8 @@ def _resources(router: Router) -> None:
     rows = []
     for name in _ARCHITECTURES:
         lowered = _lower(router, name)
-        for kernel in lowered.kernels:
-            made = lowering.compiled(kernel, lowered.target)
+        every = lowering.all_compiled(lowered.kernels, lowered.target)
+        for kernel, made in zip(lowered.kernels, every, strict=True):
             rows.append(lowering.resource_row(lowering.resource_record(kernel, made)))
     print(console.table(lowering.RESOURCE_HEADER, rows, right=lowering.RESOURCE_RIGHT))
     print("spills and stack: bytes a thread; shared and cubin: bytes; ms: time to compile")

@@ -14,6 +14,7 @@ from moesaic.passes.manager import Instrument, Pass, PassContext, PassManager, p
 from moesaic.passes.specialize import Specialize
 from moesaic.runtime import reproducer
 from moesaic.runtime.commands import console
+from moesaic.runtime.side_by_side import side_by_side
 
 if TYPE_CHECKING:
     from moesaic.codegen.kernel import GeneratedKernel
@@ -87,12 +88,15 @@ def chosen(kernels: Sequence[GeneratedKernel], name: str | None) -> list[Generat
     return [k for k in kernels if k.symbol == name]
 
 
-def compiled(kernel: GeneratedKernel, target: Target, *, lineinfo: bool | None = None) -> CompiledKernel:
-    """A kernel as the runtime would compile it: from the cache, else by NVRTC; `lineinfo` as for `compiled_kernel`."""
+def all_compiled(
+    kernels: Sequence[GeneratedKernel], target: Target, *, lineinfo: bool | None = None
+) -> list[CompiledKernel]:
+    """Kernels as the runtime would compile them: from the cache, else by NVRTC; `lineinfo` as for `compiled_kernel`."""
     from moesaic.runtime.kernels import compiled_kernel
 
-    with console.progress(f"compiling {kernel.symbol} for {target}"):
-        return compiled_kernel(kernel, target, lineinfo=lineinfo)
+    what = kernels[0].symbol if len(kernels) == 1 else f"{len(kernels)} kernels"
+    with console.progress(f"compiling {what} for {target}"):
+        return side_by_side(lambda kernel: compiled_kernel(kernel, target, lineinfo=lineinfo), kernels)
 
 
 RESOURCE_HEADER = ("kernel", "target", "regs", "spills", "stack", "shared", "threads", "blocks/SM", "cubin", "ms")

@@ -153,8 +153,8 @@ def _listings(
     from moesaic.runtime.kernels import source_of
 
     made, notes = [], []
-    for kernel in kernels:
-        compiled = lowering.compiled(kernel, lowered.target, lineinfo=True)
+    every = lowering.all_compiled(kernels, lowered.target, lineinfo=True)
+    for kernel, compiled in zip(kernels, every, strict=True):
         source = source_of(kernel)
         try:
             lines = listing(kernel, source, compiled.ptx, compiled.cubin)

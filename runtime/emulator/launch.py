@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import TypeAlias
 
 from moesaic.ir.errors import EmulationError, InputError, InputTypeError
 from moesaic.runtime.emulator.places import resolve_places
+from moesaic.runtime.side_by_side import cores
 
 FORWARD = 0
 """Order of a launch: lanes, warps and blocks by rising index. The same as None."""
@@ -165,7 +165,7 @@ class EmulatedKernel:
         request = _LaunchRequest(
             grid=grid_index,
             block=block_index,
-            workers=workers if workers is not None else len(os.sched_getaffinity(0)),
+            workers=workers if workers is not None else cores(),
             buffer_count=len(buffers),
             cluster=cluster,
             reserved=0,

@@ -23,6 +23,7 @@ from moesaic.ir import environment
 from moesaic.ir.errors import MoesaicError
 from moesaic.runtime import cache
 from moesaic.runtime.kernels import compiled_kernel
+from moesaic.runtime.side_by_side import cores
 
 _MOST_WORKERS = 8
 _FEW_BYTES = 64  # of local memory, of a thread: a few registers that wait there for a tile to be over take no time
@@ -42,8 +43,7 @@ def workers_allowed(asked: int | None = None) -> int:
     found = asked if asked is not None else environment.TUNE_WORKERS.get()
     if found is not None:
         return found
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(_MOST_WORKERS, cores))
+    return max(1, min(_MOST_WORKERS, cores()))
 
 
 def compile_here(kernel: GeneratedKernel, target: Target) -> Compiled | str:
