@@ -14,7 +14,7 @@ WIDTH = 120
 _END = 3  # what is no more than the end of a statement
 _FURTHER = 4  # what goes on below, from where the statement begins
 _DEEP = 60  # a bracket that opens further to the right than this has its content in a line below
-_OPERATORS = (" * ", " + ", " - ", " && ", " || ", " ? ", " : ")
+_OPERATORS = ((" ? ", " : "), (" || ",), (" && ",), (" + ", " - "), (" * ",))  # those that bind least first
 _CLOSING = {"(": ")", "{": "}", "[": "]", "<": ">"}
 _ASSIGNMENT = re.compile(r" [+]?= ")
 _LAMBDA = re.compile(r"(.*\[&\]\([^()]*\)(?: -> [^{}]+)? \{) (.*;) (\}.*)")
@@ -57,6 +57,8 @@ def _broken(line: str, margin: int, start: int) -> list[str]:
     """A line that is too wide, from `start` on, in several: broken between the operands of what is assigned, else in
     its outermost brackets that do not fit, else behind an assignment, else as it is."""
     assigned = _ASSIGNMENT.search(line, start)
+    if assigned is not None and _within_brackets(line[start : assigned.start()]):
+        assigned = None
     operands = _pieces(line[assigned.end() :]) if assigned is not None else []
     if assigned is not None and len(operands) > 1:
         return _assigned(line, assigned.end(), operands, margin)
@@ -117,6 +119,10 @@ def _brackets(line: str, start: int) -> list[tuple[int, int]]:
     return found
 
 
+def _within_brackets(before: str) -> bool:
+    return any(before.count(opening) > before.count(closing) for opening, closing in ("()", "{}", "[]"))
+
+
 def _closing(line: str, opened: int) -> int | None:
     depth: list[str] = []
     for at in range(opened, len(line)):
@@ -137,13 +143,14 @@ def _is_template(line: str, at: int) -> bool:
 
 def _pieces(content: str) -> list[str]:
     """The content of brackets in pieces that may each begin a line: arguments, or else operands of the one there is."""
-    commas = _places(content, (", ",))
-    if commas:
-        return _cut(content, [at + 2 for at in commas])
-    for operators in (("; ",), _OPERATORS[4:5], _OPERATORS[3:4], _OPERATORS[5:], _OPERATORS[1:3], _OPERATORS[:1]):
+    for separator in ("; ", ", "):
+        places = _places(content, (separator,))
+        if places:
+            return _cut(content, [at + 2 for at in places])
+    for operators in _OPERATORS:
         places = _places(content, operators)
         if places:
-            return _cut(content, [at + 1 if operators != ("; ",) else at + 2 for at in places])
+            return _cut(content, [at + 1 for at in places])
     return []
 
 

@@ -56,6 +56,10 @@ CASES = {
   total += moesaic::to_float(moesaic::load_one(one_row_that_is_read + column < 1 ? c->d : e))
       * moesaic::to_float(moesaic::load_one(another_row_that_is_read + column));
 """,
+    "a loop": """
+  for (long long a_number_with_a_name = blockIdx.x; a_number_with_a_name < static_cast<long long>(row_tiles) * kColumns;
+       a_number_with_a_name += gridDim.x) {
+""",
     "a kernel": """
 extern "C" __global__ void __launch_bounds__(kThreads, /*blocks per multiprocessor, at least=*/12)
 moe_backward_a_product_with_a_name(
