@@ -6,6 +6,7 @@ those of the preprocessor, are left as they are.
 
 from __future__ import annotations
 
+import itertools
 import re
 
 WIDTH = 120
@@ -57,8 +58,8 @@ def _broken(line: str, margin: int, start: int) -> list[str]:
     """A line that is too wide, from `start` on, in several: broken between the operands of what is assigned, else in
     its outermost brackets that do not fit, else behind an assignment, else as it is."""
     assigned = _ASSIGNMENT.search(line, start)
-    if assigned is not None and _within_brackets(line[start : assigned.start()]):
-        assigned = None
+    if assigned is not None and _depths(line[start : assigned.end()])[-1] > 0:
+        assigned = None  # in a loop's head
     operands = _pieces(line[assigned.end() :]) if assigned is not None else []
     if assigned is not None and len(operands) > 1:
         return _assigned(line, assigned.end(), operands, margin)
@@ -104,41 +105,29 @@ def _again(line: str, margin: int, before: str) -> list[str]:
     return _broken(line, margin, len(line) - len(line.lstrip()))
 
 
-def _brackets(line: str, start: int) -> list[tuple[int, int]]:
-    """Where outermost brackets open and close; of calls, not of template arguments."""
-    found: list[tuple[int, int]] = []
-    at = start
-    while at < len(line):
-        if line[at] in "({":
-            closed = _closing(line, at)
-            if closed is None:
-                return found
-            found.append((at, closed))
-            at = closed
-        at += 1
+def _depths(text: str) -> list[int]:
+    """In how many brackets each place of a text is, counting one that opens or closes there; those of template
+    arguments, too."""
+    found: list[int] = []
+    closing: list[str] = []
+    for at, symbol in enumerate(text):
+        if symbol in "({[" or (symbol == "<" and _is_template(text, at)):
+            closing.append(_CLOSING[symbol])
+        found.append(len(closing))
+        if closing and symbol == closing[-1] and text[at - 1 : at + 1] != "->":
+            closing.pop()
     return found
 
 
-def _within_brackets(before: str) -> bool:
-    return any(before.count(opening) > before.count(closing) for opening, closing in ("()", "{}", "[]"))
-
-
-def _closing(line: str, opened: int) -> int | None:
-    depth: list[str] = []
-    for at in range(opened, len(line)):
-        symbol = line[at]
-        if symbol in "({[" or (symbol == "<" and _is_template(line, at)):
-            depth.append(_CLOSING[symbol])
-        elif depth and symbol == depth[-1] and not (symbol == ">" and line[at - 1] == "-"):
-            depth.pop()
-            if not depth:
-                return at
-    return None
-
-
-def _is_template(line: str, at: int) -> bool:
+def _is_template(text: str, at: int) -> bool:
     """Whether a `<` opens template arguments: comparisons have spaces around them."""
-    return at > 0 and (line[at - 1].isalnum() or line[at - 1] == "_") and line[at + 1 : at + 2] not in (" ", "<", "=")
+    return at > 0 and (text[at - 1].isalnum() or text[at - 1] == "_") and text[at + 1 : at + 2] not in (" ", "<", "=")
+
+
+def _brackets(line: str, start: int) -> list[tuple[int, int]]:
+    """Where outermost brackets open and close; of calls, not of template arguments."""
+    ends = [at for at, depth in enumerate(_depths(line[start:]), start) if depth == 1 and line[at] in "(){}"]
+    return [(a, b) for a, b in itertools.pairwise(ends) if _CLOSING.get(line[a]) == line[b]]
 
 
 def _pieces(content: str) -> list[str]:
@@ -156,16 +145,7 @@ def _pieces(content: str) -> list[str]:
 
 def _places(content: str, wanted: tuple[str, ...]) -> list[int]:
     """Where one of some texts is outside of all brackets."""
-    found: list[int] = []
-    depth = 0
-    for at, symbol in enumerate(content):
-        if symbol in "({[" or (symbol == "<" and _is_template(content, at)):
-            depth += 1
-        elif symbol in ")}]" or (symbol == ">" and depth > 0 and content[at - 1] not in "- "):
-            depth -= 1
-        elif depth == 0 and content.startswith(wanted, at):
-            found.append(at)
-    return found
+    return [at for at, depth in enumerate(_depths(content)) if depth == 0 and content.startswith(wanted, at)]
 
 
 def _cut(content: str, places: list[int]) -> list[str]:

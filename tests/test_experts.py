@@ -371,15 +371,16 @@ def test_tables_of_many_experts_leave_room(experts: int, symbols: tuple[str, ...
             _ = asked.source
 
 
-# Of a short first stage: from where on, what is replaced in a tile's header, and by what.
+# Of a short first stage: from where on, what is replaced in a header, the tile's or that of stages, and by what.
+OF_TILE, OF_STAGES = "if (short_steps > 0)", "void multiply_short("
 SHORT_STAGES = {
-    "none": ("", "", ""),
-    "full": ("if (short_steps > 0)", "mbarrier_wait(full(stage_), parity_);", ""),
-    "released": ("if (short_steps > 0)", "release(stage_);", ""),
-    "passed": ("if (short_steps > 0)", "advance();", ""),
-    "products": ("multiply_short(int steps", "16 * (kMost - 1)", "16 * kMost"),
-    "begins": ("multiply_short(int steps", "/*begins=*/true", "/*begins=*/false"),
-    "waited": ("multiply_short(int steps", "wgmma_wait<0>(pending);", ""),
+    "none": (OF_TILE, "", ""),
+    "full": (OF_TILE, "mbarrier_wait(full(stage_), parity_);", ""),
+    "released": (OF_TILE, "release(stage_);", ""),
+    "passed": (OF_TILE, "advance();", ""),
+    "products": (OF_STAGES, "16 * (kMost - 1)", "16 * kMost"),
+    "begins": (OF_STAGES, "/*begins=*/true", "/*begins=*/false"),
+    "waited": (OF_STAGES, "wgmma_wait<0>(pending);", ""),
 }
 
 
@@ -404,9 +405,9 @@ def test_mistakes_in_a_short_stage_show(
     cotangent = cotangent_for(len(ids), 136, torch.bfloat16)
     include = tmp_path / "include"
     shutil.copytree(nvrtc.helper_include_dirs()[0], include)
-    header = include / "moesaic" / f"tile_{tile}.cuh"
-    text = header.read_text()
     place, old, new = SHORT_STAGES[mistake]
+    header = include / "moesaic" / ("wgmma_stages.cuh" if place == OF_STAGES else f"tile_{tile}.cuh")
+    text = header.read_text()
     at = text.index(place)
     assert old in text[at:]
     header.write_text(text[:at] + text[at:].replace(old, new, 1))

@@ -119,7 +119,7 @@ def _emit(lowered: lowering.Lowered, kernels: list[GeneratedKernel], arguments: 
             )
         if output in (None, "-") and sys.stdout.isatty():
             raise UsageError("a cubin is binary: write it with -o FILE, or send stdout somewhere else")
-    made = {k.symbol: _content(k, lowered, arguments.emit) for k in kernels}
+    made = _contents(kernels, lowered, arguments.emit)
     if to_folder:
         for name, content in made.items():
             inputs.write_file(Path(output) / f"{name}{suffix}", content)
@@ -136,11 +136,11 @@ def _emit(lowered: lowering.Lowered, kernels: list[GeneratedKernel], arguments: 
             sys.stdout.write(lead + title + content.decode().rstrip("\n") + "\n")
 
 
-def _content(kernel: GeneratedKernel, lowered: lowering.Lowered, kind: str) -> bytes:
+def _contents(kernels: list[GeneratedKernel], lowered: lowering.Lowered, kind: str) -> dict[str, bytes]:
+    """By kernel."""
     if kind == "cuda":
-        return kernel.source.encode()
-    [made] = lowering.all_compiled([kernel], lowered.target)
-    return _view(made, kind)
+        return {kernel.symbol: kernel.source.encode() for kernel in kernels}
+    return {made.name: _view(made, kind) for made in lowering.all_compiled(kernels, lowered.target)}
 
 
 def _view(made: CompiledKernel, kind: str) -> bytes:

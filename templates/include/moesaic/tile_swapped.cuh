@@ -75,6 +75,7 @@ class SwappedTile
   }
 
  private:
+  friend Stages;
   template <int kRows>
   __device__ __forceinline__ void multiply_rows(int depth) {
     PendingProducts pending;
@@ -86,7 +87,7 @@ class SwappedTile
     if (short_steps > 0) {
       mbarrier_wait(full(stage_), parity_);
       if constexpr (kRows > 0) {
-        multiply_short<kRows, Shape::kK / 16 - 1>(short_steps, pending, rows_there, columns_there);
+        Stages::template multiply_short<Shape::kK / 16 - 1, kRows>(*this, short_steps, pending, rows_there, columns_there);
       }
       release(stage_);
       advance();
@@ -95,7 +96,7 @@ class SwappedTile
     for (int first = short_steps; first < depth; first += Shape::kK) {
       mbarrier_wait(full(stage_), parity_);
       if constexpr (kRows > 0) {
-        multiply_stage<kRows, Shape::kK / 16>(pending, rows_there, columns_there, first == 0);
+        multiply_stage<Shape::kK / 16, kRows>(pending, rows_there, columns_there, first == 0);
         wgmma_wait<1>(pending);
       }
       if (read >= 0) release(read);
@@ -113,7 +114,7 @@ class SwappedTile
   struct Blocks {};
 
   // The first kSteps products of a stage, from where its operands would lie in the first one.
-  template <int kRows, int kSteps>
+  template <int kSteps, int kRows>
   __device__ __forceinline__ void multiply_stage(PendingProducts& pending, SharedMatrix rows, SharedMatrix columns,
                                                  bool begins) {
     if constexpr (kCopies) shared_to_async_proxy();
@@ -126,17 +127,6 @@ class SwappedTile
       multiply_blocks<kRows>(pending, columns_here, rows_here, k, begins && k == 0, Blocks<kBlocks>());
     }
     wgmma_commit(pending);
-  }
-
-  // Those that have any of so few steps, as in tile_wgmma.cuh.
-  template <int kRows, int kMost>
-  __device__ __forceinline__ void multiply_short(int steps, PendingProducts& pending, SharedMatrix rows,
-                                                 SharedMatrix columns) {
-    if constexpr (kMost > 1) {
-      if (steps <= 16 * (kMost - 1)) return multiply_short<kRows, kMost - 1>(steps, pending, rows, columns);
-    }
-    multiply_stage<kRows, kMost>(pending, rows, columns, /*begins=*/true);
-    wgmma_wait<0>(pending);
   }
 
   // Block after block of 64 columns: which one is a constant of the instruction's registers.

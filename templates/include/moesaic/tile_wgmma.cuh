@@ -51,6 +51,7 @@ class WgmmaTile : public WgmmaStages<T, Shape, kLeft, kRight, kStagedBytes,
   static_assert(Shape::kN % 32 == 0, "four neighbouring lanes have 32 columns");
 
  private:
+  friend Stages;
   static constexpr bool kClears = kPingPong || kStagedBytes == 0;
   struct Grid {  // of warps: each has whole rows
     static constexpr int kColumns = 1;
@@ -105,7 +106,9 @@ class WgmmaTile : public WgmmaStages<T, Shape, kLeft, kRight, kStagedBytes,
     const int short_steps = Shape::kShortFirst && !kClears ? Stages::short_steps(depth) : 0;
     if (short_steps > 0) {
       mbarrier_wait(full(stage_), parity_);
-      if (!idle) multiply_short<Shape::kK / 16 - 1>(short_steps, pending, rows_there, columns_there);
+      if (!idle) {
+        Stages::template multiply_short<Shape::kK / 16 - 1>(*this, short_steps, pending, rows_there, columns_there);
+      }
       release(stage_);
       advance();
     }
@@ -160,18 +163,6 @@ class WgmmaTile : public WgmmaStages<T, Shape, kLeft, kRight, kStagedBytes,
       multiply_blocks(pending, rows_here, columns_here, k, begins && k == 0, Blocks<kBlocks>());
     }
     wgmma_commit(pending);
-  }
-
-  // Those that have any of so few steps, kMost at most, and the wait for them: of ways that meet in flight, the compiler has
-  // each product waited for.
-  template <int kMost>
-  __device__ __forceinline__ void multiply_short(int steps, PendingProducts& pending, SharedMatrix rows,
-                                                 SharedMatrix columns) {
-    if constexpr (kMost > 1) {
-      if (steps <= 16 * (kMost - 1)) return multiply_short<kMost - 1>(steps, pending, rows, columns);
-    }
-    multiply_stage<kMost>(pending, rows, columns, /*begins=*/true);
-    wgmma_wait<0>(pending);
   }
 
   // Block after block of 64 rows: which one is a constant of the instruction's registers.

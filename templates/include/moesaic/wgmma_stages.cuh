@@ -318,6 +318,17 @@ class WgmmaStages {
     const int steps = (depth - 1) % Shape::kK + 1;
     return depth > 0 && steps <= Shape::kK - 16 ? steps : 0;
   }
+  // The products of such a stage that have any of its steps, kMost at most, and the wait for them: of ways that meet in
+  // flight, the compiler has each product waited for. `kOfTile` are what the tile's `multiply_stage` takes besides.
+  template <int kMost, int... kOfTile, class Tile>
+  static __device__ __forceinline__ void multiply_short(Tile& tile, int steps, PendingProducts& pending, SharedMatrix rows,
+                                                        SharedMatrix columns) {
+    if constexpr (kMost > 1) {
+      if (steps <= 16 * (kMost - 1)) return multiply_short<kMost - 1, kOfTile...>(tile, steps, pending, rows, columns);
+    }
+    tile.template multiply_stage<kMost, kOfTile...>(pending, rows, columns, /*begins=*/true);
+    wgmma_wait<0>(pending);
+  }
 
   // A warp has read a stage: it says so to whoever writes to it, lane by lane.
   __device__ __forceinline__ void release(int stage) const {
