@@ -1,7 +1,7 @@
 """The kernel after a row program: sums over tokens from its partial rows, and what is computed from them.
 
-A block adds up 32 columns of one sum. Where something follows, one block computes it once all sums are there, the first
-of a cluster, or the last of a grid to finish.
+A block adds up a tile, some columns of one sum. Where something follows, one block computes it once all sums are there,
+the first of a cluster, or the last of a grid to finish.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ class _Emitter:
         self.region = op.region
         self.threads = int(op.configuration["threads"])
         self.cluster = int(op.configuration.get("cluster", "0"))
+        self.tile = int(op.configuration["columns"])
         self.sums = op.region.arguments[: op.partials]
-        self.parameters = Parameters(op, ("i", "tile", "number", "rows", "sequences", "kThreads"))
+        self.parameters = Parameters(op, ("i", "tile", "number", "rows", "sequences", "kThreads", "kTile"))
         self.computed = ColumnValues(op.region, self.sums, self.parameters)
         self.pointers: dict[Value, str] = {}  # of what is read; of a sum, once it is finished
         self.shared: dict[Value, str] = {}  # of sums that the first block of a cluster has
@@ -62,6 +63,7 @@ class _Emitter:
                 "symbol": self.op.symbol,
                 "threads": self.threads,
                 "cluster": self.cluster,
+                "tile": self.tile if self.sums else 0,
                 "parameters": self.parameters.lines,
                 "body": ["  " + line if line and not line.startswith("#") else line for line in body],
             },
@@ -113,25 +115,26 @@ class _Emitter:
         blocks = per_sequence = 0
         for number, (value, partial) in enumerate(zip(self.sums, self.partials, strict=True)):
             columns = columns_of(value)
-            tiles = tiles_of(columns)
+            tiles = tiles_of(columns, self.tile)
             total = self.pointers[value]
             last = number == len(self.sums) - 1
-            summed = f"moesaic::sum_partial_rows<{columns}, kThreads>"
+            summed = f"moesaic::sum_partial_rows<{columns}, kTile, kThreads>"
             if value.type.leading == "N":
                 per_sequence += tiles
                 own = [
                     f"const long long sequence = tile / {tiles}, own = rows / sequences;",
                     f"const auto total = {summed}({partial} + sequence * own * {columns}, own, tile % {tiles});",
-                    f"moesaic::store_totals<{columns}>({total} + sequence * {columns}, tile % {tiles}, total);",
+                    f"moesaic::store_totals<{columns}, kTile>({total} + sequence * {columns}, tile % {tiles}, total);",
                 ]
                 size = f"{tiles} * sequences" if tiles > 1 else "sequences"
-            elif self.cluster:
-                blocks += tiles
-                own = [f"moesaic::hand_to_first_block({self.shared[value]}, tile, {summed}({partial}, rows, tile));"]
-                size = str(tiles)
             else:
                 blocks += tiles
-                own = [f"moesaic::store_totals<{columns}>({total}, tile, {summed}({partial}, rows, tile));"]
+                to = (
+                    f"hand_to_first_block<kTile>({self.shared[value]}"
+                    if self.cluster
+                    else f"store_totals<{columns}, kTile>({total}"
+                )
+                own = [f"moesaic::{to}, tile, {summed}({partial}, rows, tile));"]
                 size = str(tiles)
             lines.append(f"if (tile >= 0 && tile < {size}) {{  // %{value.name or 'sums'}")
             lines += ["  " + line for line in own] + ["}"]
@@ -141,16 +144,7 @@ class _Emitter:
             return ["int tile = blockIdx.x;", *lines] if lines else [], blocks, per_sequence
         first = [f"__shared__ {register(v)} {name}[{columns_of(v)}];" for v, name in self.shared.items()]
         first.append("moesaic::cluster_wait();  // so do the others")
-        if blocks <= self.cluster:
-            return [*first, "int tile = blockIdx.x;", *lines], self.cluster, 0
-        over_tiles = [
-            f"for (int number = blockIdx.x; number < {blocks}; number += {self.cluster}) {{",
-            "  int tile = number;",
-            *("  " + line for line in lines),
-            "  __syncthreads();  // the next tile's sums go where this one's were",
-            "}",
-        ]
-        return [*first, *over_tiles], self.cluster, 0
+        return [*first, "int tile = blockIdx.x;", *lines], self.cluster, 0
 
     def _collecting(self) -> list[str]:
         """Lines after which the first block of the cluster has all sums, and the others have ended."""

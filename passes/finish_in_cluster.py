@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from moesaic.ir.core import Function, OpResult, Value, columns_of
 from moesaic.ir.ops.kernel import Ticket
 from moesaic.ir.ops.launch import Alloc, Kernel
 from moesaic.passes.clusters import MOST_BLOCKS, has_clusters
 
-TILE_COLUMNS = 32
-"""Columns of a sum that a block of a ``col_finish`` adds up at a time: `kTileColumns` of ``columns.cuh``."""
+_TILES = (32, 64, 128)
+"""Columns of a sum that a block of a ``col_finish`` may add up, a tile."""
 
-# Threads of a block, by how many tiles there are: few threads find room beside the last blocks of the kernel before,
-# and wait there; what follows long sums takes more.
+# Threads of a block: few find room beside the last blocks of the kernel before, and wait there; what follows long sums
+# takes more.
 _THREADS = {"few": 512, "many": 1024}
-_TILES_A_BLOCK = 2  # with more, blocks of a grid are faster, though the last of them has to be found out
+_FEW_COLUMNS = 512
 
 
-def tiles_of(columns: int) -> int:
-    """Blocks that add up the partial rows of one sum."""
-    return -(-columns // TILE_COLUMNS)
+def tiles_of(columns: int, tile: int) -> int:
+    """Tiles of a sum."""
+    return -(-columns // tile)
+
+
+def _tile_of_cluster(columns: Iterable[int]) -> int:
+    """Columns of a tile where the sums' blocks are one cluster, with a tile each; 0 where that is not possible."""
+    columns = list(columns)
+    return next((t for t in _TILES if sum(tiles_of(c, t) for c in columns) <= MOST_BLOCKS), 0)
 
 
 def cluster_of_finish(op: Kernel, target: str) -> int:
@@ -28,16 +36,19 @@ def cluster_of_finish(op: Kernel, target: str) -> int:
     columns = [shape[0] for shape in shapes if len(shape) == 1 and isinstance(shape[0], int)]
     if len(columns) < len(shapes) or len(op.region.ops) == 1:  # by sequence; nothing is computed from the sums
         return 0
-    tiles = sum(map(tiles_of, columns))
-    return min(tiles, MOST_BLOCKS) if has_clusters(target) and tiles <= _TILES_A_BLOCK * MOST_BLOCKS else 0
+    tile = _tile_of_cluster(columns)
+    return sum(tiles_of(c, tile) for c in columns) if tile and has_clusters(target) else 0
 
 
 def finish_config(op: Kernel, target: str) -> dict[str, str]:
     """The configuration of a ``col_finish`` on a target."""
-    tiles = sum(tiles_of(columns_of(partial)) for partial in op.operands[: op.partials])
+    columns = [columns_of(partial) for partial in op.operands[: op.partials]]
     cluster = cluster_of_finish(op, target)
-    threads = _THREADS["few" if tiles <= _TILES_A_BLOCK * MOST_BLOCKS else "many"]
-    return {"threads": str(threads), **({"cluster": str(cluster)} if cluster else {})}
+    return {
+        "threads": str(_THREADS["few" if sum(columns) <= _FEW_COLUMNS else "many"]),
+        "columns": str(_tile_of_cluster(columns) if cluster else _TILES[0]),
+        **({"cluster": str(cluster)} if cluster else {}),
+    }
 
 
 def drop_tickets(function: Function, target: str) -> None:

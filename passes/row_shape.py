@@ -57,17 +57,19 @@ _GROUPED_EXPERTS = 256  # longer rows spill under that bound
 _RESIDENT_LANES = 768  # the same for blocks that select by radix
 _RESIDENT_LANES_OF_WIDE_RANKS = 512
 _BOUNDED_SLOTS = 18  # of a lane, at most: more do not fit these registers
-_RESIDENT_WITH_SUMS = 4  # blocks of 128 threads that have rows of sums: the bound costs less than what a fourth hides
+_RESIDENT_WITH_SUMS = 4  # blocks of 128 threads that sum, or have a gradient of sums: what a fourth hides is worth more
 _RESIDENT_WHERE_COMPACT = 8  # a kernel that only selects waits for what it loads: more warps hide more of that
-_SUMMED_SLOTS = 16  # from so many on, a lane of a warp keeps its sums over tokens in shared memory
-_SUMMED_WHERE_COMPACT = 128  # columns; lanes that share so short a row keep them in registers even so
+_BOUNDED_WITH_LOSS = range(256, 897)  # columns: fewer gain nothing by it, more spill
+_SUMMED_SLOTS = 16  # from so many on, a lane of a warp keeps its sums in shared memory, if registers are scarce
 _LARGE_BLOCKS = range(256, 1024)  # columns of a dense row: fewer have registers to spare, more have not enough
 _LARGEST_BLOCK = 512  # threads
 _TOKENS_OF_LARGE_BLOCKS = 64  # at a time: of more, what is not many times as many tokens keeps few blocks busy
+_SUMMING_BLOCK = 256  # threads, at least: a partial row each
 _USUAL_THREADS = 128
 _THREADS_OF_FEW = 64
 _TOKENS_OF_CLUSTER = 256  # at a time: as many as the smallest bucket of T has, where blocks can be as large as that
 _PREFETCH_EXPERTS = range(128, 4097)  # shorter rows leave enough loads in flight as it is, longer ones no registers
+_PREFETCH_WITH_LOSS = range(64, 4097)
 
 
 class Options(Protocol):
@@ -276,7 +278,8 @@ class _Rule:
         if self.cluster:
             return max(WARP, min(_LARGEST_BLOCK, self.lanes * _TOKENS_OF_CLUSTER // self.cluster))
         if self._is_large:
-            return max(_USUAL_THREADS, min(_LARGEST_BLOCK, self.lanes * _TOKENS_OF_LARGE_BLOCKS))
+            least = _SUMMING_BLOCK if self._is_summing and self.sums else _USUAL_THREADS
+            return max(least, min(_LARGEST_BLOCK, self.lanes * _TOKENS_OF_LARGE_BLOCKS))
         long = _LONG_ROW_OF_FEW if self.dense else _LONG_ROW_OF_FEW // 2
         broad = self.experts >= long and not (self.dense and self.limits)
         broad |= self.packed and bool(self.sums) and self.lanes > 1
@@ -294,14 +297,14 @@ class _Rule:
         return self._is_summing or (self.packed and crowded and not self.few)
 
     def _sums_in_shared(self) -> int:
-        """How many rows over experts are summed in shared memory: in registers, long ones leave room for fewer warps.
+        """How many rows over experts are summed in shared memory: where they leave registers for too few warps. Each
+        sum is then read and written for each token, which takes as long as the shuffles that find picks.
 
-        What waits for memory has registers to spare, and so have short rows that only pick, and a cluster, whose blocks
-        have a multiprocessor each.
+        What picks by 16-bit ranks has registers enough, and so has a cluster, whose blocks have a multiprocessor each.
         """
         if self.cluster:
             return 0
-        spare = self.dense or (self.experts <= _SUMMED_WHERE_COMPACT and not self.wide)
+        spare = self.dense or not self.wide
         if (spare and not self.limits) or self.slots // self.lanes < _SUMMED_SLOTS:
             return 0
         return sum(self.layouts[o.x].kind == "experts" for o in self.sums)
@@ -317,15 +320,28 @@ class _Rule:
             return compact and any(isinstance(o, col.Count) for o in self.columns)
         if self._is_summing and self.sums and not self.dense:
             return True
+        if self._is_gradient_of_loss and self.experts in _PREFETCH_WITH_LOSS:
+            return True
         if self.experts not in _PREFETCH_EXPERTS:
             return False
-        if not self.block and not self.selections and len(self.rows) == 2:
-            # A gradient of rows that a loss is of, too, computes enough for the next two rows to come meanwhile.
-            of_loss = any(self.layouts[a].kind == "vector" for a in self.region.arguments)
-            if of_loss and all(a.type.dtype.bytes == 2 for a in self.rows):
-                return True
         # A dense result keeps memory busy with stores, behind which the next row's loads would wait.
         return self.dense and len(self.rows) == 1 and not self.wide
+
+    @property
+    def _is_gradient_of_loss(self) -> bool:
+        """Whether a gradient of rows, 16-bit like all that it reads, is also that of a loss: it computes enough for the
+        next rows to come meanwhile."""
+        gradient = self.dense and not self.block and not self.selections
+        of_loss = any(self.layouts[a].kind == "vector" for a in self.region.arguments)
+        return gradient and of_loss and all(a.type.dtype.bytes == 2 for a in self.rows)
+
+    @property
+    def _fits_bound(self) -> bool:
+        """Whether a gradient of a loss stays in registers with four blocks a multiprocessor: that of a softmax, without
+        dead slots. Others spill up to 160 bytes, and take 15 % longer."""
+        whole = self.experts % (self.lanes * self.vec) == 0
+        softmax = any(isinstance(o, row.Max) for o in self.region.ops)
+        return softmax and whole and self.experts in _BOUNDED_WITH_LOSS
 
     def _resident(self, threads: int, select: dict[str, str]) -> int:
         """Blocks that a multiprocessor should hold at least, which bounds registers."""
@@ -340,6 +356,8 @@ class _Rule:
             return max(1, _RESIDENT_WITH_SUMS * _USUAL_THREADS // threads)
         if self.few or not (threads == _USUAL_THREADS or self._is_large):
             return 1
+        if self._is_gradient_of_loss and self._fits_bound:
+            return _RESIDENT_WITH_SUMS
         if way == "merge" and not (self.wide or self.dense or self.limits or self.sums) and self.vec > 1:
             return max(1, _RESIDENT_WHERE_COMPACT * _USUAL_THREADS // threads)
         if self.grouped and self.experts <= _GROUPED_EXPERTS and not self.sums:

@@ -341,6 +341,40 @@ def test_losses_under_torch_compile() -> None:
         assert logits.grad is not None and logits.grad[mask].abs().sum() > 0 and (logits.grad[~mask] == 0).all()
 
 
+# Long rows of many tokens ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", COMPILED)
+@pytest.mark.parametrize("outputs", [("weights", "indices"), ("probs", "map")], ids=["compact", "dense"])
+@pytest.mark.parametrize(("experts", "k"), [(256, 8), (320, 5)])
+def test_rows_that_warps_go_through_on_their_own(experts: int, k: int, outputs: tuple[str, ...], backend: str) -> None:
+    """Each token is somebody's, once, whatever is left of the last round; quotients are summed without being there."""
+    router = mo.Router(
+        experts, k, losses={"it": mo.LoadBalance(coef=2.0)}, outputs=(*outputs, "counts", "score_sums"), dtype="bf16"
+    )
+    layer = mo.compile(router, backend=backend, passes="specialize{tokens=many}")
+    source = layer.kernels["route_rows"].source
+    assert "first = first_of_warp" in source and "add_quotient" in source
+    for tokens in (1, 3, 131, 421):
+        logits = 2 * torch.randn(tokens, experts, generator=torch.Generator().manual_seed(tokens))
+        logits = logits.bfloat16()
+        r = layer(logits.to(device_of(backend)))
+        scores = torch.softmax(logits.double(), -1)
+        indices = mo.compile(mo.Router(experts, k, dtype="bf16"), backend="reference")(logits).indices.long()
+        assert torch.equal(r.counts.cpu().long(), torch.bincount(indices.flatten(), minlength=experts))
+        assert_close("sums of scores", r.score_sums.cpu()[None], scores.sum(0)[None], EXACT)
+        mask = torch.ones(tokens, dtype=torch.bool)
+        expected = oracle(router.losses["it"], logits.double(), indices, mask, "softmax")
+        assert_close("loss", r.losses["it"].reshape(1), expected.reshape(1), EXACT)
+        picked = scores.gather(-1, indices)
+        if outputs[0] == "weights":
+            assert torch.equal(r.indices.cpu().long(), indices)
+            assert_close("weights", r.weights, picked, EXACT)
+        else:
+            assert torch.equal(r.map.cpu(), torch.zeros(tokens, experts).scatter(-1, indices, 1.0).bool())
+            assert_close("probs", r.probs, torch.zeros(tokens, experts).double().scatter(-1, indices, picked), 8e-3)
+
+
 # The kernel that finishes ---------------------------------------------------------------------------------------------
 
 
@@ -361,8 +395,10 @@ def test_who_computes_what_follows_sums() -> None:
         return finish.cluster, finish.blocks, waits, tickets == {True}
 
     assert finish(128) == (8, 8, True, False)  # 4 tiles of counts, 4 of scores
-    assert finish(129) == (8, 8, True, False)  # 10 tiles: some blocks have two
-    assert finish(257) == (1, 18, False, True)
+    assert finish(129) == (6, 6, True, False)  # of 64 columns
+    assert finish(257) == (6, 6, True, False)  # of 128
+    assert finish(512) == (8, 8, True, False)
+    assert finish(513) == (1, 34, False, True)
     assert finish(128, "sm_80") == (1, 8, False, True)
     assert finish(7) == (2, 2, True, False)
     assert finish(7, z=mo.ZLoss()) == (1, 1, True, False)

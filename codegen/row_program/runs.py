@@ -22,7 +22,7 @@ class Runs:
         """Writes the sections of the loop body; `collective` has the lines of an op that is not elementwise."""
         text = self.text
         casts = [op for op in text.region.ops[:-1] if self._is_store_cast(op)]
-        waiting = [op for op in text.region.ops[:-1] if op not in casts]
+        waiting = [op for op in text.region.ops[:-1] if op not in casts and not self._is_within_sums(op)]
         for op in casts:
             text.parameters.share(op.results[0], op.operands[0])
         ready: set[Value] = set(text.region.arguments)
@@ -58,11 +58,11 @@ class Runs:
             return False
         if op.y.type.dtype in INTEGERS and op.x.type.dtype not in INTEGERS:
             return False
-        users = self._users(op.results[0])
+        users = self.text.users(op.results[0])
         return all(u is self.text.region.terminator for u in users) and not isinstance(op.operands[0], Constant)
 
-    def _users(self, value: Value) -> list[Op]:
-        return [u for u in self.text.region.ops if value in u.operands]
+    def _is_within_sums(self, op: Op) -> bool:
+        return any(self.text.quotient_of_sums(v) is op for v in op.results)
 
     def _run(self, run: Sequence[math.Elementwise], layout: Layout) -> list[str]:
         text = self.text
@@ -78,7 +78,7 @@ class Runs:
         body: list[str] = []
         for op in run:
             value = op.results[0]
-            users = self._users(value)
+            users = text.users(value)
             if any(self._is_store_cast(u) or u not in inside for u in users):
                 declared.append(f"{register(value)} {text.keep(value)}[{rows}::kSlots];")
             body.append("  " + self._element(op, index))

@@ -55,13 +55,15 @@ class Sums:
 
     def over_tokens(self, op: col.Sum) -> list[str]:
         text = self.text
-        name = text.name(op.y)
+        name, quotient = text.name(op.y), text.quotient_of_sums(op.x)
         rows, index = self._summed_rows(op)
         if self._in_shared(op):
             text.setup += [
                 f"__shared__ moesaic::LaneSums<{rows}, kThreads> {name};  // %{op.y.name or name}, each lane's share",
                 f"{name}.clear();",
             ]
+            if quotient is not None:
+                return [f"if (active) {name}.add_quotients({text.array(quotient.a)}, {text.read(quotient.b)});"]
             return [f"if (active) {name}.add({text.array(op.x)});"]
         text.setup += [
             f"float {name}[{rows}::kSlots];  // %{op.y.name or name}, this lane's share of the sums over tokens",
@@ -70,10 +72,15 @@ class Sums:
         ]
         if not index:
             return [f"if (active) {name}[0] += {text.read(op.x)};"]
+        if quotient is None:
+            add = f"{name}[i] += {text.read(op.x, 'i')};"
+        else:
+            a, b = text.read(quotient.a, "i"), text.read(quotient.b)
+            add = f"{name}[i] = moesaic::add_quotient({name}[i], {a}, {b});  // {text.comment(quotient)}"
         return [
             "#pragma unroll",
             f"for (int i = 0; i < {rows}::kSlots; ++i) {{",
-            f"  if (active) {name}[i] += {text.read(op.x, 'i')};",
+            f"  if (active) {add}",
             "}",
         ]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from moesaic.codegen.lines import STORAGE, Line, comment, literal
 from moesaic.codegen.parameters import Parameters
 from moesaic.codegen.target import WARP_THREADS
-from moesaic.ir.core import BlockArgument, Constant, Op, Value
+from moesaic.ir.core import BlockArgument, Constant, Op, OpResult, Value
 from moesaic.ir.errors import InternalError, UnsupportedError
-from moesaic.ir.ops import row
+from moesaic.ir.ops import col, math, row
 from moesaic.ir.ops.kernel import finish_in, segments_of
 from moesaic.ir.ops.launch import Kernel
 from moesaic.ir.types import DType
@@ -108,8 +108,20 @@ class Text:
         ]
         return name, spread
 
-    def is_used(self, value: Value) -> bool:
-        return any(value in op.operands for op in self.region.ops)
+    def users(self, value: Value) -> list[Op]:
+        return [op for op in self.region.ops if value in op.operands]
+
+    def quotient_of_sums(self, value: Value) -> math.SafeDiv | None:
+        """The division of a row by a number of its token that makes a value, if sums over tokens are all it is for:
+        they divide and add in one instruction, and the value itself is never there.
+
+        Not where a token has a whole warp: with 896 experts that took 3 % longer, though it is fewer instructions.
+        """
+        if not isinstance(value, OpResult) or not isinstance(value.op, math.SafeDiv) or self.lanes >= WARP_THREADS:
+            return None
+        op, users = value.op, self.users(value)
+        by_number = self.layout(op.a).is_row and not self.layout(op.b).is_row
+        return op if by_number and users and all(isinstance(u, col.Sum) for u in users) else None
 
     def storage(self, value: Value) -> str:
         """C++ type of a value's elements in memory."""
@@ -153,6 +165,6 @@ class Text:
 
 # What the template and the lines of collectives call their own.
 _RESERVED = """
-    lane slot first first_token stride active token tokens i p e live here Experts Picks Bytes kExperts kLanes kVec
-    kThreads kTokensPerBlock kBlocks blocks sequence sequences length place
+    lane slot of_warp first first_token first_of_warp stride active token tokens i p e live here Experts Picks Bytes
+    kExperts kLanes kVec kThreads kTokensPerBlock kTokensPerWarp kBlocks blocks sequence sequences length place
     """.split()  # noqa: SIM905 - a list of strings would take half a page

@@ -78,12 +78,6 @@ route_rows(
     // %total = row.sum %exponentials
     const float total = moesaic::row_sum<Experts>(exponentials, lane);
 
-    float scores[Experts::kSlots];
-#pragma unroll
-    for (int i = 0; i < Experts::kSlots; ++i) {
-      scores[i] = moesaic::safe_divide(exponentials[i], total);  // %scores = math.safe_div %exponentials, %total
-    }
-
     // %values, %indices = row.topk %logits {k = 6}
     Rank::Key keys[Experts::kSlots];
     moesaic::rank_row<Rank, Experts>(logits_stored, keys, lane);
@@ -123,7 +117,7 @@ route_rows(
     // %score_sums = col.sum %scores
 #pragma unroll
     for (int i = 0; i < Experts::kSlots; ++i) {
-      if (active) score_sums[i] += scores[i];
+      if (active) score_sums[i] = moesaic::add_quotient(score_sums[i], exponentials[i], total);  // %scores = math.safe_div %exponentials, %total
     }
 
     if (active) {

@@ -164,6 +164,11 @@ __device__ __forceinline__ void store_one(T* address, T value) {
 constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr int kWarp = 32;
 
+// The warp's number in its block, of which the compiler knows that all lanes have the same.
+__device__ __forceinline__ int own_warp() {
+  return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarp, 0);
+}
+
 // The sum of what lanes of lower numbers have, and the sum of all.
 __device__ __forceinline__ int warp_before(int x, int& total) {
   const int lane = threadIdx.x % kWarp;
@@ -234,6 +239,12 @@ __device__ __forceinline__ float divide(float a, float b) {
 __device__ __forceinline__ float safe_divide(float a, float b) {
   const float r = reciprocal(b);
   return a * (fabsf(b) < 0x1p-126f ? 0.0f : r);
+}
+
+// sum + safe_divide(a, b), rounded once.
+__device__ __forceinline__ float add_quotient(float sum, float a, float b) {
+  const float r = reciprocal(b);
+  return fmaf(a, fabsf(b) < 0x1p-126f ? 0.0f : r, sum);
 }
 
 __device__ __forceinline__ float square_root(float x) { return sqrtf(x); }

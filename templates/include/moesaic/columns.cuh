@@ -5,21 +5,20 @@
 
 namespace moesaic {
 
-constexpr int kTileColumns = 32;  // columns that a block adds up
-
-// partial[0][c] + partial[1][c] + ... for a column c of one tile, in the thread whose number is that of the column in the
-// tile. A thread adds some rows of up to four neighbouring columns; then its warp, and then the warps, are added up. The
-// order follows from the number of rows: equal input gives equal bits.
-template <int kColumns, int kThreads, typename T>
+// partial[0][c] + partial[1][c] + ... for a column c of one tile of kTile, in the thread whose number is that of the column in
+// the tile. A thread adds some rows of up to four neighbouring columns; then its warp, and then what warps have, are added up.
+// The order follows from the number of rows: equal input gives equal bits.
+template <int kColumns, int kTile, int kThreads, typename T>
 __device__ __forceinline__ T sum_partial_rows(const T* partial, long long rows, int tile) {
   constexpr int kVec = kColumns % 4 == 0 ? 4 : kColumns % 2 == 0 ? 2 : 1;
-  constexpr int kAcross = kTileColumns / kVec;        // threads that have a row together
+  constexpr int kAcross = kTile / kVec;               // threads that have a row together
   constexpr int kRows = kThreads / kAcross;           // rows at a time
-  constexpr int kWarps = kThreads / 32;
+  constexpr int kSums = kAcross < 32 ? kThreads / 32 : kRows;
   static_assert(sizeof(T) == 4, "rows of 4-byte numbers");
-  __shared__ T sums[kWarps][kTileColumns];
+  static_assert(kTile <= kThreads && kThreads % kAcross == 0, "a thread for each column, whole rows");
+  __shared__ T sums[kSums][kTile];
   const int own = threadIdx.x % kAcross * kVec;       // first column in the tile
-  const int column = tile * kTileColumns + own;
+  const int column = tile * kTile + own;
   T sum[kVec] = {};
   if (column < kColumns) {
 #pragma unroll 4
@@ -36,29 +35,29 @@ __device__ __forceinline__ T sum_partial_rows(const T* partial, long long rows, 
     for (int distance = kAcross; distance < 32; distance *= 2) {
       sum[v] += __shfl_xor_sync(0xffffffffu, sum[v], distance);
     }
-    if (threadIdx.x % 32 < kAcross) sums[threadIdx.x / 32][own + v] = sum[v];
+    if (threadIdx.x % 32 < kAcross) sums[threadIdx.x / (kThreads / kSums)][own + v] = sum[v];
   }
   __syncthreads();
   T total = 0;
-  if (threadIdx.x < kTileColumns) {
+  if (threadIdx.x < kTile) {
 #pragma unroll 8
-    for (int warp = 0; warp < kWarps; ++warp) total += sums[warp][threadIdx.x];
+    for (int i = 0; i < kSums; ++i) total += sums[i][threadIdx.x];
   }
   return total;
 }
 
 // The sums of a tile go to memory; `total` as sum_partial_rows leaves it.
-template <int kColumns, typename T>
+template <int kColumns, int kTile, typename T>
 __device__ __forceinline__ void store_totals(T* address, int tile, T total) {
-  const int column = tile * kTileColumns + static_cast<int>(threadIdx.x);
-  if (threadIdx.x < kTileColumns && column < kColumns) store_one(address + column, total);
+  const int column = tile * kTile + static_cast<int>(threadIdx.x);
+  if (threadIdx.x < kTile && column < kColumns) store_one(address + column, total);
 }
 
 // Or they go to the first block of the cluster, which `sums` is of, and which runs.
-template <int kColumns, typename T>
+template <int kTile, int kColumns, typename T>
 __device__ __forceinline__ void hand_to_first_block(T (&sums)[kColumns], int tile, T total) {
-  const int column = tile * kTileColumns + static_cast<int>(threadIdx.x);
-  if (threadIdx.x < kTileColumns && column < kColumns) store_to_block(&sums[column], total, 0);
+  const int column = tile * kTile + static_cast<int>(threadIdx.x);
+  if (threadIdx.x < kTile && column < kColumns) store_to_block(&sums[column], total, 0);
 }
 
 // Or each block has left a row of them there, which the first adds up in the order of the blocks. A thread may then read

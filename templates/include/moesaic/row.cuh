@@ -511,6 +511,18 @@ struct LaneSums {
       words[i][threadIdx.x] = word;
     }
   }
+  // x / divisor, as add_quotient has it.
+  __device__ __forceinline__ void add_quotients(const float (&x)[R::kSlots], float divisor) {
+#pragma unroll
+    for (int i = 0; i < R::kSlots / 4; ++i) {
+      float4 word = words[i][threadIdx.x];
+      word.x = add_quotient(word.x, x[4 * i], divisor);
+      word.y = add_quotient(word.y, x[4 * i + 1], divisor);
+      word.z = add_quotient(word.z, x[4 * i + 2], divisor);
+      word.w = add_quotient(word.w, x[4 * i + 3], divisor);
+      words[i][threadIdx.x] = word;
+    }
+  }
   __device__ __forceinline__ void read(float (&x)[R::kSlots]) const {
 #pragma unroll
     for (int i = 0; i < R::kSlots / 4; ++i) {
