@@ -94,6 +94,26 @@ def test_specialize_spreads_long_rows_and_many_picks(experts, picks, dtype, lane
     assert (rows["lanes"], rows["vec"], rows["select"]) == (str(lanes), str(vec), select)
 
 
+@pytest.mark.parametrize(
+    ("experts", "options", "dtype", "forward", "backward"),
+    [
+        (64, {}, "bf16", (256, False), ("on", "1")),
+        (512, {}, "bf16", (512, False), ("on", "4")),
+        (512, {}, "f32", (128, True), ("on", "1")),
+        (400, {}, "bf16", (512, False), ("on", "1")),  # dead slots: the bound would spill
+        (512, {"score": "sigmoid"}, "bf16", (512, False), ("on", "1")),  # and so it would here
+        (512, {"groups": 8, "groups_kept": 4}, "bf16", (128, True), ("on", "4")),
+    ],
+)
+def test_rows_that_losses_are_of(experts, options, dtype, forward, backward):
+    """Sums over tokens are in registers where these are there; a gradient of sums has a bound on them where it fits."""
+    losses = {"balance": mo.LoadBalance()}
+    router = mo.Router(experts, 8, outputs=("weights", "indices"), losses=losses, **options)
+    rows, _, gradient = configuration(router, "default", dtype)
+    assert (int(rows["threads"]), rows.get("sums") == "shared") == forward
+    assert (gradient["prefetch"], gradient["resident"]) == backward
+
+
 def test_options_of_specialize():
     router = mo.Router(num_experts=64, top_k=3, selection_bias=True)
     options = "forward,specialize{target=sm_80 lanes=8 threads=64 select=rounds alignment=2,4}"
