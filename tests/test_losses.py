@@ -405,6 +405,20 @@ def test_who_computes_what_follows_sums() -> None:
     assert finish(7, balance=mo.LoadBalance(segments="batch_first"))[2:] == (False, True)
 
 
+@pytest.mark.parametrize("backend", COMPILED)
+@pytest.mark.parametrize("experts", [65, 130, 257, 510, 513])
+def test_tiles_of_a_finish_add_up_any_number_of_columns(experts: int, backend: str) -> None:
+    """Tiles of 32, 64 and 128, of rows of 1, 2 and 4 columns a thread, in a cluster and by a ticket."""
+    outputs = ("weights", "counts", "score_sums")
+    router = mo.Router(experts, 3, losses={"balance": mo.LoadBalance()}, outputs=outputs)
+    logits = 2 * torch.randn(300, experts, generator=torch.Generator().manual_seed(experts))
+    found = mo.compile(router, backend=backend)(logits.to(device_of(backend)))
+    right = mo.compile(router, backend="reference")(logits.double())
+    assert torch.equal(found.counts.cpu(), right.counts)
+    assert_close("sums of scores", found.score_sums[None], right.score_sums[None], EXACT)
+    assert_close("loss", found.losses["balance"].reshape(1), right.losses["balance"].reshape(1), EXACT)
+
+
 # The fewest tokens: all of it in one launch ---------------------------------------------------------------------------
 
 _ALL = {"balance": mo.LoadBalance(coef=0.5), "z": mo.ZLoss(coef=0.1), "entropy": mo.Entropy()}
