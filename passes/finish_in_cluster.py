@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from moesaic.ir.core import Function, OpResult, Value, columns_of
 from moesaic.ir.ops.kernel import Ticket
@@ -23,9 +23,8 @@ def tiles_of(columns: int, tile: int) -> int:
     return -(-columns // tile)
 
 
-def _tile_of_cluster(columns: Iterable[int]) -> int:
+def _tile_of_cluster(columns: Sequence[int]) -> int:
     """Columns of a tile where the sums' blocks are one cluster, with a tile each; 0 where that is not possible."""
-    columns = list(columns)
     return next((t for t in _TILES if sum(tiles_of(c, t) for c in columns) <= MOST_BLOCKS), 0)
 
 
