@@ -98,6 +98,9 @@ def data_parallel(rank: int, port: int) -> None:
             assert (found - right).norm() < 0.1 * right.norm(), name  # of operands in bf16
     finally:
         dist.destroy_process_group()
+    # Not by way of the interpreter's end: sharded modules leave the group's threads alive until then, and one that lets
+    # go of a tensor while Python is being taken down may abort the process (pytorch/pytorch#179291).
+    os._exit(0)
 
 
 def run_once(layer: Any, found: Any) -> None:
