@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from moesaic.ir.core import Function, OpResult, Value, columns_of
 from moesaic.ir.ops.kernel import Ticket
 from moesaic.ir.ops.launch import Alloc, Kernel
@@ -23,35 +21,31 @@ def tiles_of(columns: int, tile: int) -> int:
     return -(-columns // tile)
 
 
-def _tile_of_cluster(columns: Sequence[int]) -> int:
-    """Columns of a tile where the sums' blocks are one cluster, with a tile each; 0 where that is not possible."""
-    return next((t for t in _TILES if sum(tiles_of(c, t) for c in columns) <= MOST_BLOCKS), 0)
-
-
-def cluster_of_finish(op: Kernel, target: str) -> int:
-    """Blocks of the cluster that a ``col_finish`` is on a target; 0 where they are none, or wait for nothing."""
+def _in_cluster(op: Kernel, target: str) -> tuple[int, int] | None:
+    """Columns of a tile of a ``col_finish``, and blocks, where these are one cluster on a target with a tile each; None
+    where that is not possible, or they wait for nothing."""
     assert op.region is not None
-    shapes = [value.type.shape for value in op.region.arguments[: op.partials]]
-    columns = [shape[0] for shape in shapes if len(shape) == 1 and isinstance(shape[0], int)]
-    if len(columns) < len(shapes) or len(op.region.ops) == 1:  # by sequence; nothing is computed from the sums
-        return 0
-    tile = _tile_of_cluster(columns)
-    return sum(tiles_of(c, tile) for c in columns) if tile and has_clusters(target) else 0
+    sums = op.region.arguments[: op.partials]
+    by_sequence = any(len(value.type.shape) > 1 for value in sums)
+    if not has_clusters(target) or by_sequence or len(op.region.ops) == 1:  # nothing is computed from the sums
+        return None
+    counts = ((tile, sum(tiles_of(columns_of(value), tile) for value in sums)) for tile in _TILES)
+    return next(((tile, blocks) for tile, blocks in counts if 0 < blocks <= MOST_BLOCKS), None)
 
 
 def finish_config(op: Kernel, target: str) -> dict[str, str]:
     """The configuration of a ``col_finish`` on a target."""
-    columns = [columns_of(partial) for partial in op.operands[: op.partials]]
-    cluster = cluster_of_finish(op, target)
+    columns = sum(columns_of(partial) for partial in op.operands[: op.partials])
+    tile, cluster = _in_cluster(op, target) or (_TILES[0], 0)
     return {
-        "threads": str(_THREADS["few" if sum(columns) <= _FEW_COLUMNS else "many"]),
-        "columns": str(_tile_of_cluster(columns) if cluster else _TILES[0]),
+        "threads": str(_THREADS["few" if columns <= _FEW_COLUMNS else "many"]),
+        "columns": str(tile),
         **({"cluster": str(cluster)} if cluster else {}),
     }
 
 
 def drop_tickets(function: Function, target: str) -> None:
-    """Takes tickets from kernels that `cluster_of_finish` has a cluster for, and from those that set them to 0.
+    """Takes tickets from kernels whose blocks are a cluster, and from those that set them to 0.
 
     Functions are planned without a target; so this is left to ``specialize``. What has none stays as it is.
     """
@@ -59,7 +53,7 @@ def drop_tickets(function: Function, target: str) -> None:
     tickets = {value: (op, zero) for op in kernels for value, zero in _tickets(op)}
     for finish in kernels:
         ticket = finish.operands[finish.partials] if finish.partials < finish.reads else None
-        if ticket not in tickets or finish.template != "col_finish" or not cluster_of_finish(finish, target):
+        if ticket not in tickets or finish.template != "col_finish" or _in_cluster(finish, target) is None:
             continue
         assert ticket is not None and finish.region is not None
         writer, zero = tickets[ticket]

@@ -112,6 +112,8 @@ def test_rows_that_losses_are_of(experts, options, dtype, forward, backward):
     rows, _, gradient = configuration(router, "default", dtype)
     assert (int(rows["threads"]), rows.get("sums") == "shared") == forward
     assert (gradient["prefetch"], gradient["resident"]) == backward
+    assert (rows.get("rounds") == "warps") == (experts > 64 and not options.get("groups"))
+    assert "rounds" not in gradient
 
 
 def test_options_of_specialize():

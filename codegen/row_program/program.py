@@ -25,8 +25,6 @@ from moesaic.ir.ops.kernel import ColFinish, Ticket
 from moesaic.ir.ops.launch import Kernel
 from moesaic.passes.row_layout import read_in_registers
 
-_LANES_BY_WARPS = 8
-
 
 def generate(op: Kernel) -> GeneratedKernel:
     """CUDA of one row program.
@@ -85,7 +83,7 @@ class _Program:
             "headers": [text.header, *(["columns.cuh"] if text.finishing is not None else [])],
             "cluster": text.finishing is not None,
             "segments": text.segments,
-            "by_warps": self._by_warps,
+            "by_warps": text.by_warps,
             "constants": text.constants,
             "aliases": text.aliases,
             "parameters": text.parameters.lines,
@@ -111,20 +109,6 @@ class _Program:
             ops=fused_ops(text.region, text.name),
         )
 
-    @property
-    def _by_warps(self) -> bool:
-        """Whether warps go through the tokens on their own, where blocks do so in rounds: of long rows that are picked
-        from, so that the last round leaves few warps idle.
-
-        With 256 to 896 experts and 4096 to 65536 tokens that was worth 1 to 12 %; it cost 1 to 2 % with fewer experts,
-        with groups, and in gradients.
-        """
-        text = self.text
-        several = text.config["grid"] == "persistent" and text.lanes <= WARP_THREADS < text.threads
-        ops = text.region.ops
-        picks = any(isinstance(o, row.TopK) for o in ops) and not any(isinstance(o, row.GroupLimit) for o in ops)
-        return several and picks and text.lanes >= _LANES_BY_WARPS
-
     def _constants(self) -> None:
         text = self.text
         text.constants += [
@@ -134,7 +118,7 @@ class _Program:
             Line("kThreads", str(text.threads)),
             Line("kTokensPerBlock", str(text.threads // text.lanes)),
         ]
-        if self._by_warps:
+        if text.by_warps:
             text.constants.append(Line("kTokensPerWarp", f"{WARP_THREADS // text.lanes}"))
         if text.finishing is not None:
             text.constants.append(Line("kBlocks", str(text.cluster), why="which are one cluster"))

@@ -58,7 +58,7 @@ class Runs:
             return False
         if op.y.type.dtype in INTEGERS and op.x.type.dtype not in INTEGERS:
             return False
-        users = self.text.users(op.results[0])
+        users = self.text.region.users(op.results[0])
         return all(u is self.text.region.terminator for u in users) and not isinstance(op.operands[0], Constant)
 
     def _is_within_sums(self, op: Op) -> bool:
@@ -78,7 +78,7 @@ class Runs:
         body: list[str] = []
         for op in run:
             value = op.results[0]
-            users = text.users(value)
+            users = text.region.users(value)
             if any(self._is_store_cast(u) or u not in inside for u in users):
                 declared.append(f"{register(value)} {text.keep(value)}[{rows}::kSlots];")
             body.append("  " + self._element(op, index))

@@ -91,12 +91,12 @@ class Selection:
         text = self.text
         lines: list[str] = []
         fills: list[str] = []
-        if text.users(op.indices):
+        if text.region.users(op.indices):
             name = text.keep(op.indices)
             lines.append(f"int {name}[{picks}::kSlots];")
             none = -1 if op.may_fall_short else 0
             fills.append(f"  {name}[p] = here ? {rank}::column({picked}[p]) : {none};")
-        if text.users(op.values):
+        if text.region.users(op.values):
             name = text.keep(op.values)
             lines.append(f"float {name}[{picks}::kSlots];")
             fills.append(f"  {name}[p] = here ? {rank}::value({picked}[p]) : 0.0f;")

@@ -55,34 +55,37 @@ class Sums:
 
     def over_tokens(self, op: col.Sum) -> list[str]:
         text = self.text
-        name, quotient = text.name(op.y), text.quotient_of_sums(op.x)
+        name, note = text.name(op.y), f"  // %{op.y.name or text.name(op.y)}, "
         rows, index = self._summed_rows(op)
         if self._in_shared(op):
             text.setup += [
-                f"__shared__ moesaic::LaneSums<{rows}, kThreads> {name};  // %{op.y.name or name}, each lane's share",
+                f"__shared__ moesaic::LaneSums<{rows}, kThreads> {name};{note}each lane's share",
                 f"{name}.clear();",
             ]
-            if quotient is not None:
-                return [f"if (active) {name}.add_quotients({text.array(quotient.a)}, {text.read(quotient.b)});"]
-            return [f"if (active) {name}.add({text.array(op.x)});"]
+            added, why = self._added(op, "sum", index)
+            return [f"if (active) {name}.update([&](int {index}, float sum) {{ return {added}; }});{why}"]
         text.setup += [
-            f"float {name}[{rows}::kSlots];  // %{op.y.name or name}, this lane's share of the sums over tokens",
+            f"float {name}[{rows}::kSlots];{note}this lane's share of the sums over tokens",
             "#pragma unroll",
             f"for (int i = 0; i < {rows}::kSlots; ++i) {name}[i] = 0.0f;",
         ]
         if not index:
             return [f"if (active) {name}[0] += {text.read(op.x)};"]
-        if quotient is None:
-            add = f"{name}[i] += {text.read(op.x, 'i')};"
-        else:
-            a, b = text.read(quotient.a, "i"), text.read(quotient.b)
-            add = f"{name}[i] = moesaic::add_quotient({name}[i], {a}, {b});  // {text.comment(quotient)}"
+        added, why = self._added(op, f"{name}[{index}]", index)
         return [
             "#pragma unroll",
-            f"for (int i = 0; i < {rows}::kSlots; ++i) {{",
-            f"  if (active) {add}",
+            f"for (int {index} = 0; {index} < {rows}::kSlots; ++{index}) {{",
+            f"  if (active) {name}[{index}] = {added};{why}",
             "}",
         ]
+
+    def _added(self, op: col.Sum, sum: str, index: str) -> tuple[str, str]:
+        """A sum with a token's value, and a comment where that is made within."""
+        read, quotient = self.text.read, self.text.quotient_of_sums(op.x)
+        if quotient is None:
+            return f"{sum} + {read(op.x, index)}", ""
+        divided = f"moesaic::add_quotient({sum}, {read(quotient.a, index)}, {read(quotient.b)})"
+        return divided, f"  // {self.text.comment(quotient)}"
 
     def rows(self, op: col.Rows) -> list[str]:
         """How many tokens or sequences there are, ahead of the loop."""

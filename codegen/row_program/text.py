@@ -24,7 +24,8 @@ class Text:
         op, region, config: the launch.
         layouts, segments, experts: of the region.
         finishing: what is done with sums by the first block of a cluster; `cluster`: how many blocks that has, or 0.
-        vec, lanes, threads: as configured; `block`: whether a block's lanes share one token.
+        vec, lanes, threads: as configured; `block`: whether a block's lanes share one token; `by_warps`: whether warps
+            go through the tokens on their own.
         stored_rows: rows of 16-bit values that are ranked as they lie in memory; `stored`: their arrays.
         sparse: results of zeros but for the picks, and the ops that make them.
         parameters: of the kernel; `pointers`: those of what is read; `results`: of what is written.
@@ -49,6 +50,7 @@ class Text:
         self.lanes = int(self.config["lanes"])
         self.threads = int(self.config["threads"])
         self.block = self.lanes > WARP_THREADS
+        self.by_warps = self.config.get("rounds") == "warps"
         self.stored_rows = {
             o.x
             for o in op.region.ops
@@ -108,9 +110,6 @@ class Text:
         ]
         return name, spread
 
-    def users(self, value: Value) -> list[Op]:
-        return [op for op in self.region.ops if value in op.operands]
-
     def quotient_of_sums(self, value: Value) -> math.SafeDiv | None:
         """The division of a row by a number of its token that makes a value, if sums over tokens are all it is for:
         they divide and add in one instruction, and the value itself is never there.
@@ -119,7 +118,7 @@ class Text:
         """
         if not isinstance(value, OpResult) or not isinstance(value.op, math.SafeDiv) or self.lanes >= WARP_THREADS:
             return None
-        op, users = value.op, self.users(value)
+        op, users = value.op, self.region.users(value)
         by_number = self.layout(op.a).is_row and not self.layout(op.b).is_row
         return op if by_number and users and all(isinstance(u, col.Sum) for u in users) else None
 
@@ -165,6 +164,6 @@ class Text:
 
 # What the template and the lines of collectives call their own.
 _RESERVED = """
-    lane slot of_warp first first_token first_of_warp stride active token tokens i p e live here Experts Picks Bytes
-    kExperts kLanes kVec kThreads kTokensPerBlock kTokensPerWarp kBlocks blocks sequence sequences length place
+    lane slot of_warp first first_token first_of_warp block blocks stride active token tokens i p e live here Experts
+    Picks Bytes kExperts kLanes kVec kThreads kTokensPerBlock kTokensPerWarp kBlocks sequence sequences length place
     """.split()  # noqa: SIM905 - a list of strings would take half a page

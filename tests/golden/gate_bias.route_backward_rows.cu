@@ -33,8 +33,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, /*blocks per multiprocess
   moesaic::let_next_kernel_begin();
   const int lane = threadIdx.x % kLanes;   // among the lanes that share a token
   const int slot = threadIdx.x / kLanes;   // which of the block's tokens
-  const long long first_token = static_cast<long long>(blockIdx.x) * kTokensPerBlock + slot;
-  const long long stride = static_cast<long long>(gridDim.x) * kTokensPerBlock;
+  const long long blocks = gridDim.x, block = blockIdx.x;
+  const long long first_token = block * kTokensPerBlock + slot;
+  const long long stride = blocks * kTokensPerBlock;
 
   __shared__ __align__(16) float scattered[kTokensPerBlock][kExperts];
   moesaic::clear<kLanes, kExperts>(scattered[slot], lane);
@@ -107,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, /*blocks per multiprocess
     // %d_gate_bias = col.sum %spread
 #pragma unroll
     for (int i = 0; i < Experts::kSlots; ++i) {
-      if (active) d_gate_bias[i] += spread[i];
+      if (active) d_gate_bias[i] = d_gate_bias[i] + spread[i];
     }
 
     if (active) {

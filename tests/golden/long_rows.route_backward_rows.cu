@@ -31,8 +31,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, /*blocks per multiprocess
   moesaic::let_next_kernel_begin();
   const int lane = threadIdx.x % kLanes;   // among the lanes that share a token
   const int slot = threadIdx.x / kLanes;   // which of the block's tokens
-  const long long first_token = static_cast<long long>(blockIdx.x) * kTokensPerBlock + slot;
-  const long long stride = static_cast<long long>(gridDim.x) * kTokensPerBlock;
+  const long long blocks = gridDim.x, block = blockIdx.x;
+  const long long first_token = block * kTokensPerBlock + slot;
+  const long long stride = blocks * kTokensPerBlock;
 
   for (long long first = first_token - slot; first < tokens; first += stride) {
     // Lanes past the last token repeat it, so that every lane takes part in shuffles; they write nothing.

@@ -30,8 +30,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, /*blocks per multiprocess
   moesaic::let_next_kernel_begin();
   const int lane = threadIdx.x % kLanes;   // among the lanes that share a token
   const int slot = threadIdx.x / kLanes;   // which of the block's tokens
-  const long long first_token = static_cast<long long>(blockIdx.x) * kTokensPerBlock + slot;
-  const long long stride = static_cast<long long>(gridDim.x) * kTokensPerBlock;
+  const long long blocks = gridDim.x, block = blockIdx.x;
+  const long long first_token = block * kTokensPerBlock + slot;
+  const long long stride = blocks * kTokensPerBlock;
 
   moesaic::Chunk<Experts, __nv_bfloat16> logits_ahead[Experts::kChunks];  // %logits of the next token
   if (tokens > 0) {

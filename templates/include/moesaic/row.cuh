@@ -500,26 +500,16 @@ struct LaneSums {
 #pragma unroll
     for (int i = 0; i < R::kSlots / 4; ++i) words[i][threadIdx.x] = float4{};
   }
-  __device__ __forceinline__ void add(const float (&x)[R::kSlots]) {
+  // Each sum becomes what `added(slot, sum)` says.
+  template <class Added>
+  __device__ __forceinline__ void update(const Added& added) {
 #pragma unroll
     for (int i = 0; i < R::kSlots / 4; ++i) {
       float4 word = words[i][threadIdx.x];
-      word.x += x[4 * i];
-      word.y += x[4 * i + 1];
-      word.z += x[4 * i + 2];
-      word.w += x[4 * i + 3];
-      words[i][threadIdx.x] = word;
-    }
-  }
-  // x / divisor, as add_quotient has it.
-  __device__ __forceinline__ void add_quotients(const float (&x)[R::kSlots], float divisor) {
-#pragma unroll
-    for (int i = 0; i < R::kSlots / 4; ++i) {
-      float4 word = words[i][threadIdx.x];
-      word.x = add_quotient(word.x, x[4 * i], divisor);
-      word.y = add_quotient(word.y, x[4 * i + 1], divisor);
-      word.z = add_quotient(word.z, x[4 * i + 2], divisor);
-      word.w = add_quotient(word.w, x[4 * i + 3], divisor);
+      word.x = added(4 * i, word.x);
+      word.y = added(4 * i + 1, word.y);
+      word.z = added(4 * i + 2, word.z);
+      word.w = added(4 * i + 3, word.w);
       words[i][threadIdx.x] = word;
     }
   }
