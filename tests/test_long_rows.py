@@ -284,9 +284,11 @@ def launched(executable: Executable, inputs: Sequence[torch.Tensor], first: int)
     """
     [step] = executable.plan.steps
     kernel = step.kernel
-    block = "static_cast<long long>(blockIdx.x)"
-    assert kernel.source.count(block) == 1 and kernel.rows_per_block == 1
-    source = kernel.source.replace(block, f"({block} + {first})")
+    block = "block = blockIdx.x;"
+    by_warps = re.search(r"kTokensPerWarp = (\d+)", kernel.source)
+    together = int(by_warps[1]) if by_warps is not None else kernel.rows_per_block  # rows that follow one another
+    assert kernel.source.count(block) == 1 and first % together == 0
+    source = kernel.source.replace(block, f"block = blockIdx.x + {first // together}ll;")
     tensors = list(inputs)
     tokens = inputs[0].shape[0]
     for buffer in executable.plan.buffers:
@@ -333,6 +335,19 @@ def test_elements_beyond_32_bits() -> None:
     near, far = launched(backward, inputs, 0), launched(backward, inputs, first)
     assert same_bits(far["d_logits"], near["d_logits"])
     assert bool((near["d_logits"] != 0).any())
+
+
+@pytest.mark.emulate
+def test_elements_beyond_32_bits_of_rows_by_warps() -> None:
+    """The same where the warps of a block go through tokens on their own."""
+    rows = mo.Router(512, 5, renormalize=True, outputs=("weights", "indices", "probs", "map"))
+    training = program_of(rows.module("bf16")).executable("training", "sm_90a", ())
+    assert "first_of_warp" in training.kernels[0].source
+    logits = torch.randn(5, 512, generator=torch.Generator().manual_seed(2)).bfloat16()
+    near, far = launched(training, [logits], 0), launched(training, [logits], 2**32 // 512 + 4)
+    for name, wanted in near.items():
+        assert same_bits(far[name], wanted), name
+    assert bool((near["map"].sum(-1) == 5).all())
 
 
 @pytest.mark.emulate
