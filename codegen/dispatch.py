@@ -301,7 +301,7 @@ def _kernel(op: Kernel, source: str, parameters: Parameters, *, rows_per_block: 
         arguments=tuple(parameters.arguments),
         threads=int(op.configuration["threads"]),
         rows_per_block=rows_per_block,
-        grid="chunks",
+        grid="cover",
         shared_bytes=shared,
     )
 

@@ -86,10 +86,10 @@ class GeneratedKernel:
         arguments: the parameters.
         threads: threads a block.
         rows_per_block: tokens a block handles at a time.
-        grid: ``cover`` (as many blocks as the tokens need), ``chunks`` (the same, but at least one: what is written
-            for no token, too), ``persistent`` (at most what the GPU holds at once, at least one), ``clusters`` (whole
-            ones, as many as the tokens need, but at least one, and at most `blocks` blocks and what the GPU holds at
-            once), ``device`` (as many as the GPU holds at once), or ``fixed``.
+        grid: ``cover`` (as many blocks as the tokens need), ``persistent`` (the same, but at most what the GPU holds at
+            once), ``clusters`` (whole ones, at most `blocks` blocks and what the GPU holds at once), ``device`` (as
+            many as the GPU holds at once), or ``fixed``. All have a block for no token, too: it writes sums of nothing,
+            and later kernels may count on its having waited for those before.
         blocks, blocks_per_sequence: a fixed grid has the sum of the first and, for each sequence, the second.
         by_sequence: whether each sequence has as many blocks of its own as any other.
         shared_bytes: dynamic shared memory of a block, in bytes.

@@ -82,6 +82,7 @@ class _Emitter:
             {
                 "banner": banner(self.op, self._title()),
                 "symbol": self.op.symbol,
+                "early": self.op.early,
                 "headers": [
                     self.shape.header,
                     "epilogue.cuh",

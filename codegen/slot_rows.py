@@ -84,6 +84,7 @@ def generate(op: Kernel) -> GeneratedKernel:
         {
             "banner": banner(op, f"what is elementwise over rows of {place}s, a warp a row"),
             "symbol": op.symbol,
+            "early": op.early,
             "headers": ["epilogue.cuh", "experts.cuh"],
             "bounds": "",
             "constants": [

@@ -76,6 +76,7 @@ class _Emitter:
             {
                 "banner": banner(self.op, "the gradient of a weight: sums over rows of outer products"),
                 "symbol": self.op.symbol,
+                "early": self.op.early,
                 "headers": [
                     self.shape.header,
                     "epilogue.cuh",

@@ -6,6 +6,7 @@ from moesaic.ir.core import Function
 from moesaic.ir.ops import slot
 from moesaic.ir.ops.launch import Alloc, Kernel
 from moesaic.ir.types import DType, TensorType
+from moesaic.passes.begin_early import ended_before
 from moesaic.passes.product_shape import ProductShape
 
 _ZEROING = ("dispatch", "dispatch_scatter", "product", "wgrad")  # templates that can
@@ -13,16 +14,18 @@ _COUNT = TensorType((), DType.I32)
 
 
 def count_items(function: Function) -> None:
-    """Gives products of experts, where `takes_by_count`, a count of items, set to 0 by the last kernel before that can.
+    """Gives products of experts, where `takes_by_count`, a count of items, set to 0 by the last kernel that can and has
+    ended before.
 
-    To be called once kernels are configured. A kernel with none before it has its tiles in turn, as the first of a
-    backward has.
+    To be called once kernels are configured, and known which begin early. A kernel with none before it has its tiles
+    in turn, as the first of a backward has.
     """
     body = function.body
     slots = [op.slot for op in body.ops if isinstance(op, Alloc) and op.space == "workspace"]
     number = max(slots, default=-1) + 1
-    before: Kernel | None = None
-    for op in [op for op in body.ops if isinstance(op, Kernel)]:
+    kernels = [op for op in body.ops if isinstance(op, Kernel)]
+    for op, ended in zip(kernels, ended_before(kernels), strict=True):
+        before = next((k for k in reversed(kernels[:ended]) if k.template in _ZEROING), None)
         if before is not None and takes_by_count(op):
             count = Alloc(
                 [],
@@ -36,8 +39,6 @@ def count_items(function: Function) -> None:
             before.attributes["zeroes"] = before.zeroes + 1
             op.operands.append(count.buffer)
             op.attributes["counted"] = True
-        if op.template in _ZEROING:
-            before = op
 
 
 def takes_by_count(op: Kernel) -> bool:

@@ -4,7 +4,8 @@ Functions are planned for any target. Where the target has clusters of blocks, t
 one here (``merge_dispatch.py``). So do, for the fewest tokens, a row program and what finishes its sums over tokens
 (``merge_finish.py``); for more, the blocks that add these up wait for each other in a cluster
 (``finish_in_cluster.py``). A gradient with few tiles becomes two launches, for its tiles depend on the target, too
-(``split_wgrads.py``). Products of experts count the items that their blocks take (``count_items.py``).
+(``split_wgrads.py``). Products that need nothing of the kernels right before them begin beside these
+(``begin_early.py``). Products of experts count the items that their blocks take (``count_items.py``).
 
 Nothing here changes the arithmetic of a row: sums have one order whatever the lanes (see ``row.cuh``), and every way of
 selecting gives the same picks. What it decides is how the work is spread.
@@ -20,6 +21,7 @@ from moesaic.ir.core import Block, Function, Module, Value, columns_of
 from moesaic.ir.errors import UsageError, suggestion
 from moesaic.ir.ops import slot
 from moesaic.ir.ops.launch import Kernel
+from moesaic.passes.begin_early import begin_early
 from moesaic.passes.count_items import count_items
 from moesaic.passes.dispatch_shape import dispatch_config
 from moesaic.passes.finish_in_cluster import drop_tickets, finish_config
@@ -102,6 +104,7 @@ class Specialize(Pass):
             for op in function.body.ops:
                 if isinstance(op, Kernel):
                     self.configure(op, aligned, points.get(op.symbol, {}))
+            begin_early(function)
             count_items(function)
         return True
 

@@ -138,6 +138,7 @@ class Prepared:
             )
             for step, kernel in zip(plan.steps, loaded, strict=True)
         ]
+        self.order = runner.order_of(plan)
         self.slots = _slots(plan)
         self.device = device
         self.sized: _Sized | None = None
@@ -157,7 +158,8 @@ class Prepared:
                 tensors.append(fresh(shape, dtype=slot.dtype, device=self.device))
             else:  # of the same size, see plan-workspace
                 tensors.append(tensors[len(inputs) + slot.reuses].view(slot.dtype).view(shape))
-        for step, grid in zip(self.steps, sized.grids, strict=True):
+        for number in self.order:
+            step, grid = self.steps[number], sized.grids[number]
             if grid[0]:
                 values = [
                     ARGUMENTS[kind](tensors, number, tokens) if boxes is None else boxes(tensors[number])
@@ -275,13 +277,12 @@ class _Blocks:
 
     Attributes:
         rows: tokens of a block; 0 for a grid that does not follow T, of `fixed` blocks and `per_sequence` a sequence.
-        least, most: bounds on the blocks for tokens.
+        most: blocks for tokens; there is one at least, see `GeneratedKernel`.
         by_sequence: each sequence has blocks of its own, as many as any other; `most` is for all of them.
         cluster: blocks that stand for one of all these, where a grid that follows T has whole clusters.
     """
 
     rows: int = 0
-    least: int = 0
     most: int = 0
     by_sequence: bool = False
     fixed: int = 0
@@ -295,20 +296,17 @@ class _Blocks:
         if kernel.grid == "device":
             return cls(fixed=most)
         if kernel.by_sequence or kernel.grid == "persistent":
-            # At least one without a token, too: sums of nothing are zeros that somebody has to write.
-            return cls(kernel.rows_per_block, 1, most, kernel.by_sequence)
+            return cls(kernel.rows_per_block, most, kernel.by_sequence)
         if kernel.grid == "clusters":
             size = kernel.cluster
-            return cls(size * kernel.rows_per_block, 1, max(1, min(kernel.blocks, most) // size), cluster=size)
-        if kernel.grid == "chunks":
-            return cls(kernel.rows_per_block, 1, 2**31 - 1)
-        return cls(kernel.rows_per_block, 0, 2**31 - 1)
+            return cls(size * kernel.rows_per_block, max(1, min(kernel.blocks, most) // size), cluster=size)
+        return cls(kernel.rows_per_block, 2**31 - 1)
 
     def __call__(self, tokens: int, sequences: int) -> int:
         if not self.rows:
             return self.fixed + sequences * self.per_sequence
         parts = max(sequences, 1) if self.by_sequence else 1
-        blocks = max(self.least, min(-(-tokens // parts // self.rows), self.most // parts))
+        blocks = max(1, min(-(-tokens // parts // self.rows), self.most // parts))
         return sequences * blocks if self.by_sequence else self.cluster * blocks
 
 
@@ -580,6 +578,10 @@ class Runner:
         """New memory for a buffer."""
         return torch.empty(shape, dtype=dtype, device=device)
 
+    def order_of(self, plan: LaunchPlan) -> Sequence[int]:
+        """Numbers of the steps in the order in which they are launched."""
+        return range(len(plan.steps))
+
 
 class CudaRunner(Runner):
     """Compiles with NVRTC for the tensor's own device and launches on its current stream."""
@@ -715,7 +717,8 @@ class _CudaKernel(Loaded):
 
 
 class EmulatedRunner(Runner):
-    """Runs the same kernel text on the CPU. Memory is poisoned, and every access is checked against its buffer."""
+    """Runs the same kernel text on the CPU. Memory is poisoned, and every access is checked against its buffer. Kernels
+    that begin early run as early as they may."""
 
     few_tokens = 24  # the kernels for many tokens have to be seen on small inputs, too
 
@@ -739,6 +742,9 @@ class EmulatedRunner(Runner):
         tensor = super().fresh(shape, dtype, device)
         tensor.view(-1).view(torch.uint8).fill_(0xFF)
         return tensor
+
+    def order_of(self, plan: LaunchPlan) -> Sequence[int]:
+        return plan.earliest
 
 
 class _EmulatedKernel(Loaded):

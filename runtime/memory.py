@@ -53,7 +53,7 @@ def _symbols(plan: LaunchPlan, tokens: int) -> Mapping[str, int]:
     for step in plan.steps:
         if step.blocks_symbol:
             rows = step.kernel.rows_per_block
-            symbols[step.blocks_symbol] = max(1, -(-tokens // rows)) if step.kernel.grid == "chunks" else 0
+            symbols[step.blocks_symbol] = max(1, -(-tokens // rows)) if step.kernel.grid == "cover" else 0
     return symbols
 
 

@@ -10,6 +10,7 @@ from moesaic.ir.core import Constant, Function, Value
 from moesaic.ir.errors import InternalError
 from moesaic.ir.ops.launch import Alloc, Kernel
 from moesaic.ir.types import TensorType
+from moesaic.passes.begin_early import ended_before
 
 
 @dataclass(frozen=True)
@@ -33,11 +34,19 @@ class BufferSpec:
 
 @dataclass(frozen=True)
 class Step:
-    """One launch; operands are numbers into inputs followed by buffers."""
+    """One launch.
+
+    Attributes:
+        kernel: what is launched.
+        operands: numbers into inputs followed by buffers.
+        blocks_symbol: symbol that stands for the number of blocks, if any does.
+        after: how many of the steps have ended before it touches memory: all before it, unless it begins early.
+    """
 
     kernel: GeneratedKernel
     operands: tuple[int, ...]
     blocks_symbol: str
+    after: int
 
 
 @dataclass(frozen=True)
@@ -64,6 +73,11 @@ class LaunchPlan:
     slots: tuple[int, int] | None = None
     written: frozenset[int] = frozenset()
 
+    @property
+    def earliest(self) -> list[int]:
+        """Numbers of the steps in the order in which each comes as early as it may."""
+        return sorted(range(len(self.steps)), key=lambda n: (self.steps[n].after, self.steps[n].after == n, n))
+
 
 def made_slots(function: Function) -> tuple[int, int] | None:
     """a and b of M = a T + b, where a planned function makes slots of its own."""
@@ -80,13 +94,15 @@ def build_plan(function: Function, kernels: Sequence[GeneratedKernel]) -> Launch
     inputs = tuple(Input(a.name, a.type, a in read) for a in function.arguments)
     buffers: list[BufferSpec] = []
     steps: list[Step] = []
+    launches = [op for op in function.body.ops if isinstance(op, Kernel)]
+    ended = iter(ended_before(launches))
     generated = iter(kernels)
     for op in function.body.ops[:-1]:
         if isinstance(op, Alloc):
             numbers[op.results[0]] = len(inputs) + len(buffers)
             buffers.append(BufferSpec(op.results[0].name, op.results[0].type, op.space == "result", op.slot))
         elif isinstance(op, Kernel):
-            steps.append(Step(next(generated), tuple(numbers[v] for v in op.operands), op.blocks))
+            steps.append(Step(next(generated), tuple(numbers[v] for v in op.operands), op.blocks, next(ended)))
         else:
             raise InternalError(f"@{function.name} is not planned: {op.summary()}")
     for value in function.returned:
@@ -100,11 +116,5 @@ def build_plan(function: Function, kernels: Sequence[GeneratedKernel]) -> Launch
         tuple(numbers[v] for v in function.returned),
         tuple(function.result_names),
         made_slots(function),
-        frozenset(
-            numbers[v]
-            for op in function.body.ops
-            if isinstance(op, Kernel)
-            for v in op.written
-            if numbers[v] < len(inputs)
-        ),
+        frozenset(numbers[v] for op in launches for v in op.written if numbers[v] < len(inputs)),
     )

@@ -25,7 +25,7 @@ from slot_kernels import (
     run,
     the_op,
 )
-from waiting import waits_first
+from waiting import waits
 
 import moesaic as mo
 from moesaic.codegen import dispatch, nvrtc
@@ -265,7 +265,7 @@ def test_the_shape_bounds_what_a_block_keeps() -> None:
         kernels = steps(experts, 8, capacity=1.0, target="sm_80")
         assert max(kernel.shared_bytes for kernel in kernels) <= 148 * 1024
     assert DispatchShape.of(128, 8).tokens == 128 and DispatchShape.of(8, 3000).tokens == 1
-    assert steps(128, 8)[0].grid == steps(128, 8)[2].grid == "chunks"
+    assert steps(128, 8)[0].grid == steps(128, 8)[2].grid == "cover"
 
 
 @pytest.mark.emulate
@@ -551,7 +551,7 @@ def test_dispatch_compiles(target: str, record_property) -> None:
                 made = compiled(kernel, target)
                 record_property("registers", (kernel.symbol, target, str(made.resources)))
                 assert made.resources.registers <= HALF_OF_THREADS
-                waits_first(made.ptx, made.target)
+                waits(kernel, made)
 
 
 @pytest.mark.nvrtc
@@ -568,7 +568,7 @@ def test_one_launch_compiles(target: str, record_property) -> None:
         made = compiled(kernel, target)
         record_property("registers", (experts, target, str(made.resources)))
         assert made.resources.registers * kernel.threads <= 65536
-        waits_first(made.ptx, made.target)
+        waits(kernel, made)
 
 
 @pytest.mark.gpu

@@ -11,7 +11,7 @@ import itertools
 from dataclasses import dataclass
 
 import pytest
-from waiting import waits_first
+from waiting import waits
 
 import moesaic as mo
 from moesaic.codegen.kernel import GeneratedKernel
@@ -188,7 +188,7 @@ def test_kernels_fit_registers(case: Case, record_property: pytest.RecordPropert
         if used.uses_local_memory or not 0 < used.registers <= allowed:
             over.append(f"{kernel.symbol}: {used}; at most {allowed} registers, no spills and no stack are allowed")
         assert used.static_shared_bytes <= target.shared_static
-        waits_first(compiled.ptx, target)
+        waits(kernel, compiled)
     assert not over, "\n".join(over)
 
 

@@ -150,7 +150,7 @@ def far_place(executables: Sequence[Executable]) -> Place:
     """So far that a signed and an unsigned number of 32 bits are both too short for any product of a row's number and
     its length, even for the 4 bytes of an element; T K and the number of slots are as large as may be."""
     kernels = [k for e in executables for k in e.kernels]
-    block = math.lcm(*(k.rows_per_block for k in kernels if k.grid in ("cover", "chunks")))
+    block = math.lcm(*(k.rows_per_block for k in kernels if k.grid == "cover"))
     token = (2**31 - 1) // TOP_K // block * block - block
     assert token * 4 * TOP_K > 2**32
     slot = 2**31 - 2**20

@@ -228,8 +228,8 @@ def test_products_of_experts_count_their_items() -> None:
     backward = kernels_of(LAYER, "backward", "sm_90a")
     assert counting(backward) == {
         "experts_backward_d_down_proj": "experts_backward_down_proj",
-        "experts_backward_gate_up_proj": "experts_backward_d_down_proj",
-        "experts_backward_d_gate_up_proj": "experts_backward_gate_up_proj",
+        "experts_backward_gate_up_proj": "experts_backward_down_proj",
+        "experts_backward_d_gate_up_proj": "experts_backward_down_proj",
     }
     assert backward[0].counter is None
 

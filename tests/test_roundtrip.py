@@ -203,8 +203,8 @@ EXAMPLES = {
         '  %own = launch.alloc {slot = 1, space = workspace, type = "tensor<i32>"} : tensor<i32>\n'
         '  %later = launch.alloc {slot = 2, space = workspace, type = "tensor<i32>"} : tensor<i32>\n'
         '  launch.kernel %p, %o, %own, %later {blocks = B, config = ["threads=256", "odd \\"one\\" \\\\n"], '
-        'counted = true, facts = ["experts=5"], partials = 1, reads = 1, symbol = f_finish, template = col_finish, '
-        "zeroes = 1} (%a: tensor<2xf32>) {\n"
+        'counted = true, early = true, facts = ["experts=5"], partials = 1, reads = 1, symbol = f_finish, '
+        "template = col_finish, zeroes = 1} (%a: tensor<2xf32>) {\n"
         "    %b = math.exp %a : tensor<2xf32>\n    yield %b\n  }"
     ),
     "return": "",

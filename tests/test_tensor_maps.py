@@ -85,7 +85,7 @@ def boxes_of(operand: torch.Tensor, map: TensorMap, most_rows: int, backend: str
     )
     inputs = (Input("x", types[0], True), Input("t", types[1], True))
     plan = LaunchPlan(
-        "made", inputs, (BufferSpec("out", types[2], True, 0),), (Step(kernel, (0, 2), ""),), (2,), ("out",)
+        "made", inputs, (BufferSpec("out", types[2], True, 0),), (Step(kernel, (0, 2), "", 0),), (2,), ("out",)
     )
     device = operand.device
     runner = execute.RUNNERS[backend]

@@ -48,6 +48,10 @@ class Kernel(Op):
     zeroes = core.integer(
         "how many operands, the last, are such counts of later kernels, set to 0", minimum=0, default=0
     )
+    early = core.boolean(
+        "whether it begins beside the kernels before, of which it needs nothing, and waits for them at its end",
+        default=False,
+    )
     facts = core.strings("what does not follow from the region, as name=value", default=())
     config = core.strings("configuration chosen by `specialize`, as name=value", default=())
 

@@ -206,12 +206,12 @@ int64_t divide_up(int64_t number, int64_t by) { return (number + by - 1) / by; }
 
 // `_Blocks` of execute.py.
 struct Blocks {
-    int64_t rows, least, most, by_sequence, fixed, per_sequence, cluster;
+    int64_t rows, most, by_sequence, fixed, per_sequence, cluster;
 
     int64_t operator()(int64_t tokens, int64_t sequences) const {
         if (rows == 0) return fixed + sequences * per_sequence;
         const int64_t parts = by_sequence ? std::max<int64_t>(sequences, 1) : 1;
-        const int64_t blocks = std::max(least, std::min(divide_up(divide_up(tokens, parts), rows), most / parts));
+        const int64_t blocks = std::max<int64_t>(1, std::min(divide_up(divide_up(tokens, parts), rows), most / parts));
         return by_sequence ? sequences * blocks : cluster * blocks;
     }
 };
@@ -758,15 +758,15 @@ void deallocate(PyObject* self) {
 
 bool add_step(Plan& plan, PyObject* description) {
     unsigned long long config, function;
-    long long rows, least, most, fixed, per_sequence, cluster;
+    long long rows, most, fixed, per_sequence, cluster;
     int by_sequence;
     PyObject* arguments;
-    if (!PyArg_ParseTuple(description, "KK(LLLpLLL)O!", &config, &function, &rows, &least, &most, &by_sequence, &fixed,
-                          &per_sequence, &cluster, &PyTuple_Type, &arguments)) {
+    if (!PyArg_ParseTuple(description, "KK(LLpLLL)O!", &config, &function, &rows, &most, &by_sequence, &fixed, &per_sequence,
+                          &cluster, &PyTuple_Type, &arguments)) {
         return false;
     }
     Step step{*reinterpret_cast<const LaunchConfig*>(config), reinterpret_cast<void*>(function),
-              {rows, least, most, by_sequence, fixed, per_sequence, cluster}, {}, {}};
+              {rows, most, by_sequence, fixed, per_sequence, cluster}, {}, {}};
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(arguments); ++i) {
         const char* name;
         int operand;

@@ -106,6 +106,9 @@ class _Poisoning:
         tensor.view(-1).view(torch.uint8).fill_(0xFF)
         return tensor
 
+    def order_of(self, plan: LaunchPlan) -> Sequence[int]:
+        return self._runner.order_of(plan)
+
 
 class KernelBench:
     """A `search.Bench` on a `Recording`."""
@@ -169,7 +172,7 @@ def _plan_of(plan: LaunchPlan, number: int, op: Kernel) -> tuple[LaunchPlan, lis
         name=plan.name,
         inputs=(*plan.inputs, *(Input(s.name, s.type, True) for s in specs)),
         buffers=tuple(replace(b, is_result=True, slot=n) for n, b in enumerate(made)),
-        steps=(Step(step.kernel, tuple(places[n] for n in step.operands), step.blocks_symbol),),
+        steps=(Step(step.kernel, tuple(places[n] for n in step.operands), step.blocks_symbol, after=0),),
         results=tuple(places[n] for n in written),
         result_names=tuple(b.name for b in made),
         slots=plan.slots,

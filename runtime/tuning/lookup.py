@@ -39,6 +39,8 @@ def tunables(
     function = function.clone()
     specialize.rewrite(function, dict(zip(function.arguments, alignment, strict=False)))
     kernels = [op for op in function.body.ops if isinstance(op, Kernel)]
+    for op in kernels:
+        op.attributes.pop("early", None)  # alone, a kernel is run behind itself, for which it waits
     aligned: dict[Value, int] = dict(zip(function.arguments, alignment, strict=False))
     picks = picks_of(function)
     numbers = {id(op): n for n, op in enumerate(kernels)}

@@ -198,7 +198,6 @@ def test_slots_grids_and_every_kind_of_argument(native: Any) -> None:
     kernels = [
         GeneratedKernel("made_rows", "", tuple(every), 64, 4, "persistent"),
         GeneratedKernel("made_cover", "", tuple(every), 32, 3, "cover"),
-        GeneratedKernel("made_chunks", "", tuple(every), 64, 5, "chunks"),
         GeneratedKernel("made_fixed", "", tuple(every), 96, 0, "fixed", 5, 3),
         GeneratedKernel("made_sequences", "", tuple(every), 96, 2, "persistent", by_sequence=True),
         GeneratedKernel("made_clusters", "", tuple(every), 64, 3, "clusters", blocks=16, cluster=4),
@@ -217,7 +216,7 @@ def test_slots_grids_and_every_kind_of_argument(native: Any) -> None:
             BufferSpec("c", TensorType((5,), DType.I32), True, 0),
             BufferSpec("s", TensorType((symbol("N"), 2), DType.F32), True, 0),
         ),
-        tuple(Step(k, tuple(range(8)), "B" if k.symbol == "made_rows" else "") for k in kernels),
+        tuple(Step(k, tuple(range(8)), "B" if k.symbol == "made_rows" else "", n) for n, k in enumerate(kernels)),
         (3, 6, 7, 1),
         ("y", "c", "s", "x"),
     )
@@ -250,7 +249,7 @@ def test_small_buffers_of_the_workspace_lie_in_one_block(native: Any) -> None:
         "small",
         (Input("x", TensorType((tokens, 8), DType.F32), True),),
         (*buffers, result),
-        (Step(GeneratedKernel("small", "", pointers, 64, 4, "chunks"), tuple(range(6)), ""),),
+        (Step(GeneratedKernel("small", "", pointers, 64, 4, "cover"), tuple(range(6)), "", 0),),
         (5,),
         ("y",),
     )

@@ -28,7 +28,7 @@ def _mapped(*arguments: Argument, shape: tuple[Any, ...] = (8, 40, 136)) -> exec
             BufferSpec("y", TensorType((tokens, 64), DType.BF16), True, 0),
             BufferSpec("p", TensorType((3, 24, 72), DType.F16), False, 0),
         ),
-        (Step(GeneratedKernel("mapped", "", arguments, 64, 4, "chunks"), (0, 1, 2, 3), ""),),
+        (Step(GeneratedKernel("mapped", "", arguments, 64, 4, "cover"), (0, 1, 2, 3), "", 0),),
         (2,),
         ("y",),
     )

@@ -18,10 +18,20 @@ namespace moesaic {
 // ------------------------------------------------------------------------------------------------------- launches
 
 // The first thing in a kernel: waits until the kernels before it in the stream have ended and their results can be read.
+// The last thing in one that begins beside these.
 // PTX ISA, "Parallel Synchronization and Communication Instructions: griddepcontrol" (sm_90).
 __device__ __forceinline__ void after_kernels_before() {
 #if !defined(MOESAIC_EMULATE) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// The first thing in a kernel that needs nothing of those that may still run: what it reads had been written when the one
+// before it waited. Sees that, by copies, too, and nothing that its multiprocessor has kept in its L1 cache.
+// PTX ISA, "Parallel Synchronization and Communication Instructions: membar, fence".
+__device__ __forceinline__ void beside_kernels_before() {
+#if !defined(MOESAIC_EMULATE) && __CUDA_ARCH__ >= 900
+  asm volatile("fence.acq_rel.gpu; fence.proxy.async.global;" ::: "memory");
 #endif
 }
 
