@@ -375,6 +375,23 @@ def test_rows_that_warps_go_through_on_their_own(experts: int, k: int, outputs: 
             assert_close("probs", r.probs, torch.zeros(tokens, experts).double().scatter(-1, indices, picked), 8e-3)
 
 
+@pytest.mark.parametrize("backend", COMPILED)
+@pytest.mark.parametrize("coef", [0.0, 30.0])
+@pytest.mark.parametrize(("experts", "k", "score"), [(61, 6, "sigmoid"), (128, 8, "softmax")])
+def test_gradients_of_many_tokens_in_the_same_row(experts: int, k: int, score: str, coef: float, backend: str) -> None:
+    """What picks send back goes through a row of shared memory, on top of what a loss sends to all tokens alike;
+    nothing of a token stays there for the next one."""
+    losses = {"it": mo.LoadBalance(coef=coef)} if coef else {}
+    router = mo.Router(experts, k, score=score, renormalize=True, losses=losses)
+    layer = mo.compile(router, backend=backend, passes="specialize{tokens=many prefetch=on}")
+    assert all(k.grid == "persistent" for k in layer.kernels.values() if k.symbol == "route_backward_rows")
+    logits = 2 * torch.randn(421, experts, generator=torch.Generator().manual_seed(experts))
+    found = run(layer, logits.to(device_of(backend)))
+    right = run(mo.compile(router, backend="reference"), logits.double(), storage={"weights": torch.float32})
+    assert torch.equal(found["indices"], right["indices"])
+    assert_close("gradient", found.gradients["logits"], right.gradients["logits"], GRADIENT)
+
+
 # The kernel that finishes ---------------------------------------------------------------------------------------------
 
 
