@@ -158,8 +158,8 @@ class Prepared:
                 tensors.append(fresh(shape, dtype=slot.dtype, device=self.device))
             else:  # of the same size, see plan-workspace
                 tensors.append(tensors[len(inputs) + slot.reuses].view(slot.dtype).view(shape))
-        for number in self.order:
-            step, grid = self.steps[number], sized.grids[number]
+        for n in self.order:
+            step, grid = self.steps[n], sized.grids[n]
             if grid[0]:
                 values = [
                     ARGUMENTS[kind](tensors, number, tokens) if boxes is None else boxes(tensors[number])
@@ -698,7 +698,7 @@ class _CudaKernel(Loaded):
             self.most_blocks = max(1, resident) * driver.device(ordinal).sm_count
         self._maps = tuple(i for i, a in enumerate(kernel.arguments) if a.map is not None)
         self._encoded = functools.lru_cache(maxsize=64)(driver.encode_tensor_map)  # mostly, tensors come again
-        # Every kernel begins with `after_kernels_before`.
+        # Every kernel waits for those before it: `after_kernels_before`.
         attributes = [driver.dependent_launch()] if target.has_dependent_launch else []
         self._launch = module.kernel.prepare((kernel.threads, 1, 1), kernel.shared_bytes, kinds, attributes)
 

@@ -211,7 +211,8 @@ struct Blocks {
     int64_t operator()(int64_t tokens, int64_t sequences) const {
         if (rows == 0) return fixed + sequences * per_sequence;
         const int64_t parts = by_sequence ? std::max<int64_t>(sequences, 1) : 1;
-        const int64_t blocks = std::max<int64_t>(1, std::min(divide_up(divide_up(tokens, parts), rows), most / parts));
+        const int64_t wanted = divide_up(divide_up(tokens, parts), rows);
+        const int64_t blocks = std::max<int64_t>(1, std::min(wanted, most / parts));
         return by_sequence ? sequences * blocks : cluster * blocks;
     }
 };
@@ -761,8 +762,8 @@ bool add_step(Plan& plan, PyObject* description) {
     long long rows, most, fixed, per_sequence, cluster;
     int by_sequence;
     PyObject* arguments;
-    if (!PyArg_ParseTuple(description, "KK(LLpLLL)O!", &config, &function, &rows, &most, &by_sequence, &fixed, &per_sequence,
-                          &cluster, &PyTuple_Type, &arguments)) {
+    if (!PyArg_ParseTuple(description, "KK(LLpLLL)O!", &config, &function, &rows, &most, &by_sequence, &fixed,
+                          &per_sequence, &cluster, &PyTuple_Type, &arguments)) {
         return false;
     }
     Step step{*reinterpret_cast<const LaunchConfig*>(config), reinterpret_cast<void*>(function),
