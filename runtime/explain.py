@@ -59,7 +59,8 @@ class KernelReport:
         blocks_per_sm: blocks that a multiprocessor holds at once.
         occupancy: the warps of these over those that it could hold.
         occupancy_limit: what bounds them: ``registers``, ``shared memory``, ``threads`` or ``blocks``.
-        us: microseconds measured; ``None`` where nothing was.
+        early: whether it begins beside the kernels before it.
+        us: microseconds measured, that it adds to those before it; ``None`` where nothing was.
     """
 
     symbol: str
@@ -78,6 +79,7 @@ class KernelReport:
     blocks_per_sm: int | None
     occupancy: float | None
     occupancy_limit: str | None
+    early: bool
     us: float | None
 
     @property
@@ -311,6 +313,9 @@ class Explanation:
             ),
             f"biggest gap: {self.biggest_gap}",
         ]
+        early = [k.symbol for k in self.kernels.values() if k.early]
+        if early:
+            lines.append(f"begin beside the kernels before them: {', '.join(early)}")
         return [*lines, *self.notes]
 
 
@@ -476,6 +481,7 @@ def _report(
         blocks_per_sm=blocks,
         occupancy=occupancy,
         occupancy_limit=limit,
+        early=op.early,
         us=us,
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -98,7 +98,7 @@ def can_measure(target: Target) -> bool:
 def kernel_times(layer: Layer, program: Program, tokens: int, *, training: bool, live: float = 1.0) -> dict[str, float]:
     """Microseconds of each kernel by symbol, medians over calls on random inputs of the current GPU.
 
-    Kernels are seen where they are, in a whole call; empty where the profiler sees nothing.
+    Kernels are seen where they are, in a whole call, as `added_times` has them; empty where the profiler sees nothing.
 
     Raises:
         InputError: an input is none that can be drawn.
@@ -114,11 +114,27 @@ def kernel_times(layer: Layer, program: Program, tokens: int, *, training: bool,
         for number in range(_ROUNDS * _SETS):
             call(layer, sets[number % len(sets)], training)
         torch.cuda.synchronize()
+    spans = [
+        (event.name, event.time_range.start, event.time_range.end)
+        for event in profile.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
+    return {name: statistics.median(times) for name, times in added_times(spans).items()}
+
+
+def added_times(spans: Iterable[tuple[str, float, float]]) -> dict[str, list[float]]:
+    """What each launch adds to a stream, by the names of kernels: from its beginning, or the end of those before it
+    where that is later, to its end. Launches overlap, and one that waits has begun; these times add up nevertheless.
+
+    Args:
+        spans: name, beginning and end of each launch on one stream.
+    """
     found: dict[str, list[float]] = {}
-    for event in profile.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            found.setdefault(event.name, []).append(event.time_range.elapsed_us())
-    return {name: statistics.median(times) for name, times in found.items()}
+    ended = float("-inf")
+    for name, beginning, end in sorted(spans, key=lambda span: span[1:]):
+        found.setdefault(name, []).append(max(0.0, end - max(beginning, ended)))
+        ended = max(ended, end)
+    return found
 
 
 def draw_inputs(

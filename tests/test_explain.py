@@ -196,6 +196,23 @@ def test_measured_times_give_shares_and_the_biggest_gap() -> None:
 
 
 @pytest.mark.usefixtures("no_compiler")
+def test_what_a_launch_adds_to_those_before_it() -> None:
+    """One waits for another, one begins early and fills its last round, one ends within another."""
+    spans = [("a", 10.0, 20.0), ("b", 12.0, 25.0), ("c", 24.0, 40.0), ("d", 26.0, 39.0), ("a", 50.0, 53.0)]
+    wanted = {"a": [10.0, 3.0], "b": [5.0], "c": [15.0], "d": [0.0]}
+    assert measure.added_times(spans) == measure.added_times(reversed(spans)) == wanted
+    assert sum(map(sum, wanted.values())) == 40.0 - 10.0 + 3.0
+
+
+def test_what_begins_early_is_said() -> None:
+    experts = mo.Experts(num_experts=8, hidden=64, intermediate=32, dtype="bf16")
+    made = mo.compile(experts, target="sm_90a").layer(2).explain(512, measure=False)
+    early = [symbol for symbol, kernel in made.kernels.items() if kernel.early]
+    assert early == [f"experts_backward_{name}" for name in ("d_down_proj", "gate_up_proj", "d_gate_up_proj")]
+    assert f"begin beside the kernels before them: {', '.join(early)}" in str(made)
+    assert "begin beside" not in str(mo.compile(mo.Router(8, 2, dtype="bf16")).explain(512, measure=False))
+
+
 def test_what_is_tuned_is_what_is_told() -> None:
     program = program_of(mo.Router(128, 8).module("bf16"))
     asked = []
