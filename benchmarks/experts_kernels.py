@@ -11,13 +11,15 @@ from experts_bounds import Cost, Load, kernel_cost
 from experts_cases import Case, Inputs, Matrices
 from torch import Tensor
 
+from moesaic.codegen.generate import generate_kernels
 from moesaic.codegen.kernel import GeneratedKernel
 from moesaic.codegen.target import Target
-from moesaic.ir.core import Op
+from moesaic.ir.core import Module, Op
 from moesaic.ir.ops.launch import Kernel
+from moesaic.passes.begin_early import begin_in_turn
 from moesaic.runtime import driver, token_buckets
 from moesaic.runtime.execute import RUNNERS, Grid, Loaded, Prepared, Runner, Value, alignments
-from moesaic.runtime.plan import LaunchPlan
+from moesaic.runtime.plan import LaunchPlan, build_plan
 from moesaic.runtime.program import Executable
 
 KINDS = ("forward", "training", "backward")
@@ -141,6 +143,7 @@ def record(case: Case, given: Inputs, matrices: Matrices, backend: str) -> list[
         plan = executable_of(case, kind, runner.target(device)).plan
         inputs = [known[declared.name] for declared in plan.inputs]
         executable = executable_of(case, kind, runner.target(device), alignments(inputs), given.x.shape[0])
+        executable = in_turn(executable)
         executable = replace(executable, plan=_without_reuse(executable.plan))
         loaded = [Recorded(runner.load(kernel, device)) for kernel in executable.kernels]
         prepared = Prepared(executable, loaded, runner, device)
@@ -150,6 +153,14 @@ def record(case: Case, given: Inputs, matrices: Matrices, backend: str) -> list[
         new = _new([launch for launch, _ in found], launches)
         found += [(launch, one) for launch, one in zip(launches, loaded, strict=True) if launch in new and one.launched]
     return found
+
+
+def in_turn(executable: Executable) -> Executable:
+    """The same, but each kernel waits for the one before: launched behind itself, it would begin beside itself."""
+    module = Module([executable.module.entry.clone()])
+    begin_in_turn(module.entry)
+    kernels = generate_kernels(module.entry)
+    return replace(executable, plan=build_plan(module.entry, kernels), kernels=tuple(kernels), module=module)
 
 
 def _without_reuse(plan: LaunchPlan) -> LaunchPlan:

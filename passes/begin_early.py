@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moesaic.ir.core import Function, OpResult, Value
-from moesaic.ir.ops.kernel import segments_of
 from moesaic.ir.ops.launch import Alloc, Kernel
 
 _LONG = ("product", "wgrad")  # templates that take rounds of tiles, which is what there is to fill up
@@ -33,6 +32,14 @@ def begin_early(function: Function) -> None:
             op.attributes["early"] = True
 
 
+def begin_in_turn(function: Function) -> None:
+    """Takes the marks away, for kernels that are run one by one: behind itself, one would count and write what the
+    launch before still does."""
+    for op in function.body.ops:
+        if isinstance(op, Kernel):
+            op.attributes.pop("early", None)
+
+
 def ended_before(kernels: Sequence[Kernel]) -> list[int]:
     """How many of the first kernels of a function have ended before each one touches memory."""
     return [_ended_at_begin(kernels, number) if op.early else number for number, op in enumerate(kernels)]
@@ -48,8 +55,7 @@ def _ended_at_begin(kernels: Sequence[Kernel], number: int) -> int:
 
 def _may_be_absent(op: Kernel) -> bool:
     """Whether a launch may have no blocks: a kernel with blocks for each sequence has none where there is none."""
-    by_sequence = op.region is not None and bool(segments_of(op.region))
-    return by_sequence or any(value.type.leading == "N" for value in op.operands)
+    return any(value.type.leading == "N" for value in op.operands)
 
 
 def _meet(a: Kernel, b: Kernel) -> bool:

@@ -107,6 +107,22 @@ def test_kernels_add_up_to_the_layer() -> None:
     assert moved["training"] + moved["backward"] > case.cost(load, True).bytes
 
 
+def test_kernels_that_are_timed_alone_wait_for_themselves() -> None:
+    """A launch behind itself that began early would count and write what the one before still does."""
+    from experts_cases import CASES
+    from experts_kernels import executable_of, in_turn
+
+    from moesaic.codegen.target import Target
+
+    early = executable_of(CASES[0], "backward", Target.default())
+    alone = in_turn(early)
+    assert [kernel.symbol for kernel in alone.kernels] == [kernel.symbol for kernel in early.kernels]
+    assert sum("beside_kernels_before" in kernel.source for kernel in early.kernels) == 3
+    assert not any("beside_kernels_before" in kernel.source for kernel in alone.kernels)
+    assert [step.kernel for step in alone.plan.steps] == [*alone.kernels]
+    assert [step.after for step in alone.plan.steps] == [*range(len(alone.kernels))]
+
+
 def test_picks() -> None:
     from experts_cases import CASES, keep_share, load_of, make_picks
 

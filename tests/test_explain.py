@@ -195,7 +195,6 @@ def test_measured_times_give_shares_and_the_biggest_gap() -> None:
     assert some.us is None and some.kernels[slow].us == 1.0
 
 
-@pytest.mark.usefixtures("no_compiler")
 def test_what_a_launch_adds_to_those_before_it() -> None:
     """One waits for another, one begins early and fills its last round, one ends within another."""
     spans = [("a", 10.0, 20.0), ("b", 12.0, 25.0), ("c", 24.0, 40.0), ("d", 26.0, 39.0), ("a", 50.0, 53.0)]
@@ -204,6 +203,7 @@ def test_what_a_launch_adds_to_those_before_it() -> None:
     assert sum(map(sum, wanted.values())) == 40.0 - 10.0 + 3.0
 
 
+@pytest.mark.usefixtures("no_compiler")
 def test_what_begins_early_is_said() -> None:
     experts = mo.Experts(num_experts=8, hidden=64, intermediate=32, dtype="bf16")
     made = mo.compile(experts, target="sm_90a").layer(2).explain(512, measure=False)
@@ -213,6 +213,7 @@ def test_what_begins_early_is_said() -> None:
     assert "begin beside" not in str(mo.compile(mo.Router(8, 2, dtype="bf16")).explain(512, measure=False))
 
 
+@pytest.mark.usefixtures("no_compiler")
 def test_what_is_tuned_is_what_is_told() -> None:
     program = program_of(mo.Router(128, 8).module("bf16"))
     asked = []

@@ -384,7 +384,7 @@ def test_gradients_of_many_tokens_in_the_same_row(experts: int, k: int, score: s
     losses = {"it": mo.LoadBalance(coef=coef)} if coef else {}
     router = mo.Router(experts, k, score=score, renormalize=True, losses=losses)
     layer = mo.compile(router, backend=backend, passes="specialize{tokens=many prefetch=on}")
-    assert all(k.grid == "persistent" for k in layer.kernels.values() if k.symbol == "route_backward_rows")
+    assert layer.kernels["route_backward_rows"].grid == "persistent"
     logits = 2 * torch.randn(421, experts, generator=torch.Generator().manual_seed(experts))
     found = run(layer, logits.to(device_of(backend)))
     right = run(mo.compile(router, backend="reference"), logits.double(), storage={"weights": torch.float32})

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from moesaic.ir.core import Function, Value
 from moesaic.ir.ops.launch import Kernel
+from moesaic.passes.begin_early import begin_in_turn
 from moesaic.passes.kernel_key import KernelKey, picks_of
 from moesaic.passes.space import Limits, Space, spaces_of
 from moesaic.passes.specialize import Specialize, point_text
@@ -35,12 +36,11 @@ def tunables(
     function: Function, specialize: Specialize, limits: Limits, alignment: Sequence[int], tokens: str
 ) -> list[Tunable]:
     """The kernels of a planned function that have something to choose, for a bucket of T by its label: as the target
-    launches them, so that it makes no difference whether the function is specialised already."""
+    launches them, one by one, so that it makes no difference whether the function is specialised already."""
     function = function.clone()
     specialize.rewrite(function, dict(zip(function.arguments, alignment, strict=False)))
+    begin_in_turn(function)
     kernels = [op for op in function.body.ops if isinstance(op, Kernel)]
-    for op in kernels:
-        op.attributes.pop("early", None)  # alone, a kernel is run behind itself, for which it waits
     aligned: dict[Value, int] = dict(zip(function.arguments, alignment, strict=False))
     picks = picks_of(function)
     numbers = {id(op): n for n, op in enumerate(kernels)}
