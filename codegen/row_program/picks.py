@@ -77,11 +77,16 @@ class Picks:
 
     def scatter(self, op: row.Scatter) -> list[str]:
         text = self.text
-        picks, name = text.rows_of(op.indices), text.keep(op.y)
+        onto = text.scattered_onto(op)
+        picks, name = text.rows_of(op.indices), text.keep(op.y if onto is None else onto.add.y)
         source, lines = text.picks_array(op.x, picks)
-        table = self.tables.of_experts("scattered", "float", zeroed=True)
-        function = "scatter_added" if row.are_given(op.indices) else "scatter"
-        away = MAY_BE_AWAY if function == "scatter" and row.may_be_away(op.indices) else ""
+        if onto is not None:
+            function, table = "scatter_onto", self.tables.of_experts("base", "float", holds=text.array(onto.base))
+            lines = [f"// {text.comment(o)}" for o in (onto.broadcast, onto.add) if o is not None] + lines
+        else:
+            function = "scatter_added" if row.are_given(op.indices) else "scatter"
+            table = self.tables.of_experts("scattered", "float", zeroed=True)
+        away = MAY_BE_AWAY if function != "scatter_added" and row.may_be_away(op.indices) else ""
         return [
             *lines,
             f"float {name}[Experts::kSlots];",

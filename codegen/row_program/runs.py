@@ -22,7 +22,10 @@ class Runs:
         """Writes the sections of the loop body; `collective` has the lines of an op that is not elementwise."""
         text = self.text
         casts = [op for op in text.region.ops[:-1] if self._is_store_cast(op)]
-        waiting = [op for op in text.region.ops[:-1] if op not in casts and not self._is_within_sums(op)]
+        onto = {op: text.scattered_onto(op) for op in text.region.ops[:-1]}
+        added = {o for found in onto.values() if found is not None for o in (found.add, found.broadcast)}
+        left_out = {*casts, *added}
+        waiting = [op for op in text.region.ops[:-1] if op not in left_out and not self._is_within_sums(op)]
         for op in casts:
             text.parameters.share(op.results[0], op.operands[0])
         ready: set[Value] = set(text.region.arguments)
@@ -33,6 +36,9 @@ class Runs:
                     self._add(collective(head))
                 waiting.pop(0)
                 ready.update(head.results)
+                found = onto[head]
+                if found is not None:
+                    ready.add(found.add.y)
                 continue
             layout = text.layouts[head.results[0]]
             run: list[math.Elementwise] = []

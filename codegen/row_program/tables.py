@@ -29,30 +29,39 @@ class Tables:
         self._rows: dict[str, str] = {}
         self._dynamic: list[_Dynamic] = []
 
-    def row(self, name: str, type: str, length: str, bytes: int, *, zeroed: bool = False, kept: bool = False) -> str:
+    def row(
+        self,
+        name: str,
+        type: str,
+        length: str,
+        bytes: int,
+        *,
+        zeroed: bool = False,
+        holds: str = "",
+        kept: bool = False,
+    ) -> str:
         """The token's own row of a table; the table is declared once.
 
-        In dynamic shared memory, which long rows need, tables share a place unless they are `zeroed` (and so again when
-        a helper returns) or `kept` beside another: a helper waits for all lanes before it writes to its table.
+        In dynamic shared memory, which long rows need, tables share a place unless they are `zeroed`, or what `holds`,
+        an array of registers, has at first (and so again when a helper returns), or are `kept` beside another: a
+        helper waits for all lanes before it writes to its table.
         """
         if name not in self._rows:
             unique = self.text.unique(name)
             if self.text.config.get("tables") == "dynamic":
                 self._rows[name] = unique
-                self._dynamic.append(_Dynamic(unique, type, bytes, alone=zeroed or kept))
+                self._dynamic.append(_Dynamic(unique, type, bytes, alone=zeroed or bool(holds) or kept))
             else:
                 self._rows[name] = f"{unique}[slot]"
                 self.text.setup.append(f"__shared__ __align__(16) {type} {unique}[kTokensPerBlock][{length}];")
-            if zeroed:
-                self.text.setup += [
-                    f"moesaic::clear<kLanes, {length}>({self._rows[name]}, lane);",
-                    "moesaic::team_sync<kLanes>();",
-                ]
+            filled = f"to_shared<Experts>({holds}, " if holds else f"clear<kLanes, {length}>("
+            if zeroed or holds:
+                self.text.setup += [f"moesaic::{filled}{self._rows[name]}, lane);", "moesaic::team_sync<kLanes>();"]
         return self._rows[name]
 
-    def of_experts(self, name: str, type: str, *, zeroed: bool = False) -> str:
+    def of_experts(self, name: str, type: str, *, zeroed: bool = False, holds: str = "") -> str:
         """A row of 4 bytes an expert."""
-        return self.row(name, type, "kExperts", 4 * self.text.experts, zeroed=zeroed)
+        return self.row(name, type, "kExperts", 4 * self.text.experts, zeroed=zeroed, holds=holds)
 
     def place(self) -> None:
         """Declares the tables in dynamic shared memory: first those of their own, then those that share a place.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from moesaic.codegen.lines import STORAGE, Line, comment, literal
 from moesaic.codegen.parameters import Parameters
 from moesaic.codegen.target import WARP_THREADS
@@ -15,6 +17,21 @@ from moesaic.passes.row_layout import Layout, experts_columns, infer_layouts, sp
 
 MAY_BE_AWAY = ", /*kMayBeAway=*/true"
 """For picks that may be -1."""
+
+
+@dataclass(frozen=True)
+class ScatteredOnto:
+    """The sum of a scattered row and of numbers that all tokens have in common.
+
+    Attributes:
+        add: the sum.
+        broadcast: the op that makes a row of the numbers, if any.
+        base: the numbers.
+    """
+
+    add: math.Add
+    broadcast: math.Broadcast | None
+    base: Value
 
 
 class Text:
@@ -121,6 +138,25 @@ class Text:
         op, users = value.op, self.region.users(value)
         by_number = self.layout(op.a).is_row and not self.layout(op.b).is_row
         return op if by_number and users and all(isinstance(u, col.Sum) for u in users) else None
+
+    def scattered_onto(self, op: Op) -> ScatteredOnto | None:
+        """What a scatter is added to, if that is a number of each expert, the same for all tokens: it lies in shared
+        memory then, where the scatter needs a row anyway, and takes no registers."""
+        if not isinstance(op, row.Scatter) or op in self.sparse.values() or row.are_given(op.indices):
+            return None
+        users = self.region.users(op.y)
+        if len(users) != 1 or not isinstance(users[0], math.Add):
+            return None
+        add = users[0]
+        [other] = [v for v in add.operands if v is not op.y] or [op.y]
+        broadcast = other.op if isinstance(other, OpResult) and isinstance(other.op, math.Broadcast) else None
+        base = other if broadcast is None else broadcast.x
+        if self.layout(base).kind != "vector" or (broadcast is not None and self.region.users(other) != [add]):
+            return None
+        ops = self.region.ops
+        known = not isinstance(base, OpResult) or ops.index(base.op) < ops.index(op)
+        tables = [o for o in ops if isinstance(o, row.Scatter) and o not in self.sparse.values()]
+        return ScatteredOnto(add, broadcast, base) if known and tables == [op] else None
 
     def storage(self, value: Value) -> str:
         """C++ type of a value's elements in memory."""

@@ -54,8 +54,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, /*blocks per multiprocess
   for (int i = 0; i < Experts::kSlots; ++i) {
     d_score_sums[i] = quotient2 * counts[i];  // %d_score_sums = math.mul %quotient2, %counts
   }
-  __shared__ __align__(16) float scattered[kTokensPerBlock][kExperts];
-  moesaic::clear<kLanes, kExperts>(scattered[slot], lane);
+  __shared__ __align__(16) float base[kTokensPerBlock][kExperts];
+  moesaic::to_shared<Experts>(d_score_sums, base[slot], lane);
   moesaic::team_sync<kLanes>();
 
   for (long long first = first_token - slot; first < tokens; first += stride) {
@@ -116,12 +116,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, /*blocks per multiprocess
       product2[p] = d_weights[p] * weights;  // %product2 = math.mul %d_weights, %weights
     }
 
-    float d_scores[Experts::kSlots];
-#pragma unroll
-    for (int i = 0; i < Experts::kSlots; ++i) {
-      d_scores[i] = d_score_sums[i];  // %d_scores = math.broadcast %d_score_sums, %scores
-    }
-
     // %total2 = row.sum %product2
     const float total2 = moesaic::row_sum<Picks>(product2, lane);
 
@@ -133,15 +127,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, /*blocks per multiprocess
     }
 
     // %spread = row.scatter %d_picked_scores, %indices {size = 160}
-    float spread[Experts::kSlots];
-    moesaic::scatter<Experts, Picks, /*kMayBeAway=*/true>(d_picked_scores, indices, spread, scattered[slot], lane);
+    // %d_scores2 = math.broadcast %d_score_sums, %scores
+    // %d_scores = math.add %d_scores2, %spread
+    float d_scores[Experts::kSlots];
+    moesaic::scatter_onto<Experts, Picks, /*kMayBeAway=*/true>(d_picked_scores, indices, d_scores, base[slot], lane);
 
-    float d_scores2[Experts::kSlots];
     float product4[Experts::kSlots];
 #pragma unroll
     for (int i = 0; i < Experts::kSlots; ++i) {
-      d_scores2[i] = d_scores[i] + spread[i];  // %d_scores2 = math.add %d_scores, %spread
-      product4[i] = d_scores2[i] * scores[i];  // %product4 = math.mul %d_scores2, %scores
+      product4[i] = d_scores[i] * scores[i];  // %product4 = math.mul %d_scores, %scores
     }
 
     // %total3 = row.sum %product4
@@ -150,7 +144,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, /*blocks per multiprocess
     float product[Experts::kSlots];
 #pragma unroll
     for (int i = 0; i < Experts::kSlots; ++i) {
-      const float difference2 = d_scores2[i] - total3;  // %difference2 = math.sub %d_scores2, %total3
+      const float difference2 = d_scores[i] - total3;  // %difference2 = math.sub %d_scores, %total3
       product[i] = scores[i] * difference2;  // %product = math.mul %scores, %difference2
     }
 

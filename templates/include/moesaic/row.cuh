@@ -328,6 +328,28 @@ __device__ __forceinline__ void scatter(const float (&x)[Picks::kSlots], const i
   }
 }
 
+// y = base + x at its indices, base elsewhere. The token's row of shared memory is that base before and after, which so takes
+// no registers.
+template <class Experts, class Picks, bool kMayBeAway = false>
+__device__ __forceinline__ void scatter_onto(const float (&x)[Picks::kSlots], const int (&indices)[Picks::kSlots],
+                                             float (&y)[Experts::kSlots], float* base_row, int lane) {
+  float base[Picks::kSlots];
+  team_sync<Experts::kLanes>();
+#pragma unroll
+  for (int p = 0; p < Picks::kSlots; ++p) {
+    if (!reads<Picks, kMayBeAway>(p, indices[p], lane)) continue;
+    base[p] = base_row[indices[p]];
+    base_row[indices[p]] = base[p] + x[p];
+  }
+  team_sync<Experts::kLanes>();
+  from_shared<Experts>(base_row, y, lane);
+  team_sync<Experts::kLanes>();
+#pragma unroll
+  for (int p = 0; p < Picks::kSlots; ++p) {
+    if (reads<Picks, kMayBeAway>(p, indices[p], lane)) base_row[indices[p]] = base[p];
+  }
+}
+
 // As scatter, for given picks: what goes to one expert is added in the order of the picks, by each of its picks alike.
 template <class Experts, class Picks>
 __device__ __forceinline__ void scatter_added(const float (&x)[Picks::kSlots], const int (&indices)[Picks::kSlots],
