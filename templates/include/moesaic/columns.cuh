@@ -7,13 +7,16 @@ namespace moesaic {
 
 // partial[0][c] + partial[1][c] + ... for a column c of one tile of kTile, in the thread whose number is that of the column in
 // the tile. A thread adds some rows of up to four neighbouring columns; then its warp, and then what warps have, are added up.
-// The order follows from the number of rows: equal input gives equal bits.
+// It asks for up to nine rows at once, all that it has of 264: waiting for them is most of what a finish takes. The order
+// follows from the number of rows: equal input gives equal bits.
 template <int kColumns, int kTile, int kThreads, typename T>
 __device__ __forceinline__ T sum_partial_rows(const T* partial, long long rows, int tile) {
   constexpr int kVec = kColumns % 4 == 0 ? 4 : kColumns % 2 == 0 ? 2 : 1;
   constexpr int kAcross = kTile / kVec;               // threads that have a row together
   constexpr int kRows = kThreads / kAcross;           // rows at a time
   constexpr int kSums = kAcross < 32 ? kThreads / 32 : kRows;
+  constexpr int kUsual = 264;                         // rows: two blocks of each multiprocessor
+  constexpr int kAtOnce = smaller(9, (kUsual + kRows - 1) / kRows);
   static_assert(sizeof(T) == 4, "rows of 4-byte numbers");
   static_assert(kTile <= kThreads && kThreads % kAcross == 0, "a thread for each column, whole rows");
   __shared__ T sums[kSums][kTile];
@@ -21,12 +24,21 @@ __device__ __forceinline__ T sum_partial_rows(const T* partial, long long rows, 
   const int column = tile * kTile + own;
   T sum[kVec] = {};
   if (column < kColumns) {
-#pragma unroll 4
-    for (long long row = threadIdx.x / kAcross; row < rows; row += kRows) {
-      T next[kVec];
-      load<kVec, sizeof(T) * kVec>(partial + row * kColumns + column, next);
+    const int count = static_cast<int>(rows);
+    const T* next_row = partial + static_cast<int>(threadIdx.x) / kAcross * kColumns + column;
+#pragma unroll 1
+    for (int row = threadIdx.x / kAcross; row < count; row += kAtOnce * kRows) {
+      T found[kAtOnce][kVec] = {};
 #pragma unroll
-      for (int v = 0; v < kVec; ++v) sum[v] += next[v];
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (row + i * kRows < count) load<kVec, sizeof(T) * kVec>(next_row + i * kRows * kColumns, found[i]);
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+#pragma unroll
+        for (int v = 0; v < kVec; ++v) sum[v] += found[i][v];
+      }
+      next_row += kAtOnce * kRows * kColumns;
     }
   }
 #pragma unroll
