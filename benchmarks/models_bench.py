@@ -279,7 +279,7 @@ class Bench:
                     timer = self._add(row, part, name, True, shared, make)
                     if timer is not None:
                         timers[f"{part}/{name}"] = timer
-            for key, timing in in_turn(timers, self._args.ms / 8).items():
+            for key, timing in in_turn(timers, self._args.ms / 8, settle_ms=0.0).items():
                 part, name = key.split("/")
                 row.cells[part, name] = timing
             timers.clear()

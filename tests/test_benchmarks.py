@@ -205,7 +205,7 @@ def test_what_is_right_passes_however_tokens_pick() -> None:
 
 
 def test_in_turn() -> None:
-    """Each has its turn in each round; what takes long is timed less often."""
+    """Each has its turn in each round, after replays that are not counted; what takes long is timed less often."""
     from timing import in_turn
 
     order = []
@@ -217,14 +217,15 @@ def test_in_turn() -> None:
             self.name, self.replay_ms = name, ms
 
         def burst(self, ms: float) -> list[float]:
-            order.append(self.name)
-            return [self.replay_ms]
+            order.append((self.name, ms))
+            return [self.replay_ms if ms == 20.0 else 7.0]
 
-    found = in_turn({"a": One("a", 1.0), "b": One("b", 2.0)}, ms=100.0, rounds=5)
-    assert order == ["a", "b"] * 5 and found["b"].us == 2.0 and found["a"].replays == 5
+    found = in_turn({"a": One("a", 1.0), "b": One("b", 2.0)}, ms=100.0, rounds=5, settle_ms=50.0)
+    assert order == [("a", 50.0), ("a", 20.0), ("b", 50.0), ("b", 20.0)] * 5
+    assert found["b"].us == 2.0 and found["a"].us == 1.0 and found["a"].replays == 5
     order.clear()
-    in_turn({"a": One("a", 1.0), "b": One("b", 500.0)}, ms=100.0, rounds=5)
-    assert order == ["a", "b"] * 3
+    in_turn({"a": One("a", 1.0), "b": One("b", 500.0)}, ms=60.0, rounds=5, settle_ms=0.0)
+    assert order == [("a", 20.0), ("b", 20.0)] * 3
 
 
 class FalseGpu:
