@@ -23,9 +23,10 @@ Before anything is timed, results and all gradients of the experts, of the layer
 those of float32 copies: no implementation may be further off than eager in bf16 by more than a small factor. One that
 is says WRONG, is not timed, and the exit code is 1.
 
-Times are medians of pairs of CUDA events, all implementations and all parts in turn, in short bursts. Training is timed
-as it runs, call after call without waiting; inference of few tokens as replays of CUDA graphs, but for the eager loop,
-which reads sizes on the host and cannot be captured. Training makes the gradients of all weights anew each time.
+Times are medians of pairs of CUDA events, all implementations and all parts in turn, in short bursts. Training is
+timed as it runs, call after call without waiting, after 60 ms that are not counted; inference of few tokens as
+replays of CUDA graphs, but for the eager loop, which reads sizes on the host and cannot be captured. Training makes
+the gradients of all weights anew each time.
 
 *experts* is the time of the layer's experts alone, with the picks of its router; *rest* that of the layer whose experts
 are left out. By Amdahl's law a layer of time t whose experts take e gains at most t / (t - e + e') where they take e':
