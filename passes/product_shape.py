@@ -25,6 +25,8 @@ STAGED_MATRIX_ROWS = 64
 """The same of a gradient, and of tiles whose operands are not swapped."""
 _QUEUE_BYTES = 128  # of shared memory that an `ItemQueue` has of its own
 _MOST_EXPERTS = 4096  # whose table has room beside any tile by wgmma
+_MOST_MATRICES = 16384  # the same of a gradient's, whose table is shorter
+_MOST_SWAPPED = 8192  # and beside what leaves its tile with operands swapped
 _LARGE_WEIGHT = 16 << 20  # bytes of one matrix, of 50 MB that the L2 cache of Hopper has
 _BAND = 8  # pairs; 66 of them run at once
 _WIDE_MATRIX = 16  # items beside each other
@@ -259,15 +261,17 @@ def product_shape(region: Block, *, tile: str = "", hopper: bool = False, allow_
             )
         if isinstance(op, slot.Outer):
             width = op.sizes()[1]
+            matrices = op.result.type.shape[0] if isinstance(op, slot.GroupedWgrad) else 1
+            assert isinstance(matrices, int)
             return ProductShape.of(
                 op.a.type.dtype,
                 1,
                 width,
                 tile=tile,
-                hopper=hopper,
+                hopper=hopper and matrices <= _MOST_MATRICES,
                 allow_tf32=allow_tf32,
                 tall=_gathers(op.b),
-                swaps=swaps_matrix(region),
+                swaps=swaps_matrix(region) and matrices <= _MOST_SWAPPED,
             )
     raise InternalError("a product kernel without a product")
 
