@@ -7,7 +7,7 @@ namespace moesaic {
 
 // partial[0][c] + partial[1][c] + ... for a column c of one tile of kTile, in the thread whose number is that of the column in
 // the tile. A thread adds some rows of up to four neighbouring columns; then its warp, and then what warps have, are added up.
-// It asks for up to nine rows at once, all that it has of 264: waiting for them is most of what a finish takes. The order
+// It asks for up to nine rows at once, mostly all that it has: waiting for them is most of what a finish takes. The order
 // follows from the number of rows: equal input gives equal bits.
 template <int kColumns, int kTile, int kThreads, typename T>
 __device__ __forceinline__ T sum_partial_rows(const T* partial, long long rows, int tile) {
