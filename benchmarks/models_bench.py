@@ -279,6 +279,7 @@ class Bench:
                     timer = self._add(row, part, name, True, shared, make)
                     if timer is not None:
                         timers[f"{part}/{name}"] = timer
+            # So few tokens wait for memory: no clock has to settle.
             for key, timing in in_turn(timers, self._args.ms / 8, settle_ms=0.0).items():
                 part, name = key.split("/")
                 row.cells[part, name] = timing

@@ -184,7 +184,7 @@ class Bursts(Protocol):
 def in_turn(
     timers: Mapping[str, Bursts], ms: float, rounds: int = 5, least_rounds: int = 3, settle_ms: float = SETTLE_MS
 ) -> dict[str, Timing]:
-    """Times all of them in short bursts, one after the other, so that a card's minutes are the same for each.
+    """Times all of them in short bursts, one after the other, so that what a card does meanwhile is the same for each.
 
     Each begins with replays that are not counted: else the numbers would say who came before. Behind a product that
     draws all the power there is, a call has a lower clock at first than it keeps by itself, and a higher one behind

@@ -368,6 +368,7 @@ def test_tables_of_many_experts_leave_room(experts: int, symbols: tuple[str, ...
         assert kernel.shared_bytes + own <= target.shared_optin
         most = 16384 if "_d_" in symbol else 4096
         assert ("MmaTile<" in kernel.source.replace("WgmmaTile", "")) == (experts > most)
+        assert ("SwappedTile<" in kernel.source) == (symbol == "backward_d_gate_up_proj" and experts <= 8192)
     if experts == 9000:
         asked = mo.compile(
             mo.Experts(experts, 256, 256, dtype="bf16"), target="sm_90a", passes="specialize{tile=cooperative}"

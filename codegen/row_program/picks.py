@@ -82,7 +82,7 @@ class Picks:
         source, lines = text.picks_array(op.x, picks)
         if onto is not None:
             function, table = "scatter_onto", self.tables.of_experts("base", "float", holds=text.array(onto.base))
-            lines = [f"// {text.comment(o)}" for o in (onto.broadcast, onto.add) if o is not None] + lines
+            lines = [f"// {text.comment(o)}" for o in (onto.broadcast, onto.add)] + lines
         else:
             function = "scatter_added" if row.are_given(op.indices) else "scatter"
             table = self.tables.of_experts("scattered", "float", zeroed=True)

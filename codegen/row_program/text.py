@@ -25,13 +25,16 @@ class ScatteredOnto:
 
     Attributes:
         add: the sum.
-        broadcast: the op that makes a row of the numbers, if any.
-        base: the numbers.
+        broadcast: the op that makes a row of the numbers.
     """
 
     add: math.Add
-    broadcast: math.Broadcast | None
-    base: Value
+    broadcast: math.Broadcast
+
+    @property
+    def base(self) -> Value:
+        """The numbers."""
+        return self.broadcast.x
 
 
 class Text:
@@ -148,15 +151,15 @@ class Text:
         if len(users) != 1 or not isinstance(users[0], math.Add):
             return None
         add = users[0]
-        [other] = [v for v in add.operands if v is not op.y] or [op.y]
-        broadcast = other.op if isinstance(other, OpResult) and isinstance(other.op, math.Broadcast) else None
-        base = other if broadcast is None else broadcast.x
-        if self.layout(base).kind != "vector" or (broadcast is not None and self.region.users(other) != [add]):
+        other = add.b if add.a is op.y else add.a
+        broadcast = other.op if isinstance(other, OpResult) else None
+        if not isinstance(broadcast, math.Broadcast) or self.region.users(other) != [add]:
             return None
-        ops = self.region.ops
+        base, ops = broadcast.x, self.region.ops
         known = not isinstance(base, OpResult) or ops.index(base.op) < ops.index(op)
-        tables = [o for o in ops if isinstance(o, row.Scatter) and o not in self.sparse.values()]
-        return ScatteredOnto(add, broadcast, base) if known and tables == [op] else None
+        # A row program has room for one table that scatters go through (`row_shape.py`), and this one is not zero.
+        alone = [o for o in ops if isinstance(o, row.Scatter) and o not in self.sparse.values()] == [op]
+        return ScatteredOnto(add, broadcast) if self.layout(base).kind == "vector" and known and alone else None
 
     def storage(self, value: Value) -> str:
         """C++ type of a value's elements in memory."""
