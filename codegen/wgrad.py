@@ -24,7 +24,7 @@ from moesaic.ir.core import BlockArgument, OpResult, Value, columns_of
 from moesaic.ir.errors import InternalError, UnsupportedError
 from moesaic.ir.ops import math, slot
 from moesaic.ir.ops.launch import Kernel
-from moesaic.passes.product_shape import Lines, ProductShape, pairs_lie_beside, rows_lie_inside
+from moesaic.passes.product_shape import TOKEN_BYTES, Lines, ProductShape, pairs_lie_beside, rows_lie_inside
 
 
 def generate(op: Kernel) -> GeneratedKernel:
@@ -62,7 +62,8 @@ class _Emitter:
         self.index = op.reads + self.region.terminator.operands.index(value)
         self.staging: Staging | None = None
         if onto is None:
-            room = target.shared_optin - self.tile_bytes - self._table_bytes - self.shape.queue_bytes
+            beside = self._table_bytes + self.shape.queue_bytes + (TOKEN_BYTES if self._of_tokens is not None else 0)
+            room = target.shared_optin - self.tile_bytes - beside
             self.staging = Staging.of_matrices(self.parameters, self.index, self.shape, self.shape.columns, room)
             self.tile_bytes += self.staging.bytes if self.staging is not None else 0
         if self.shape.swapped and self.staging is None:
@@ -276,7 +277,9 @@ class _Emitter:
             ("right", self.wgrad.b, "int /*part*/, ", "first_column", self.fetched[1]),
         ):
             if how is Fetch.LINES:
-                lines += self._lines(name, value, part, start)
+                lines += (
+                    self._token_rows(name, start) if value is self._of_tokens else self._lines(name, value, part, start)
+                )
                 continue
             boxes = Boxes(self.parameters.index(value), 64, "0", start, "static_cast<int>(first_slot)")
             if self.grouped:  # rows after the last are another expert's
@@ -286,6 +289,22 @@ class _Emitter:
             else:
                 lines += boxes.lines(name, self.parameters)
         return [*lines, "tile.fetch(left, right, slots, kRows - first_row, kColumns - first_column, true);"]
+
+    @property
+    def _of_tokens(self) -> Value | None:
+        """The operand of tokens' rows that comes line by line in every stage, if any does: of two, one."""
+        ways = zip((self.wgrad.a, self.wgrad.b), self.fetched, strict=True)
+        gathered = [v for v, how in ways if how is Fetch.LINES and _source(v) is not v]
+        return gathered[0] if gathered and self.shape.fetches else None
+
+    def _token_rows(self, name: str, start: str) -> list[str]:
+        """The rows of its tokens, whose numbers come ahead of them."""
+        assert isinstance(self._of_tokens, OpResult) and isinstance(self._of_tokens.op, slot.Gather)
+        gather = self._of_tokens.op
+        rows, tokens = self.parameters.index(gather.x), self.parameters.index(gather.tokens)
+        pointer, stride = self.parameters.pointer(rows), self.parameters.stride(rows)
+        given = f"{pointer} + {start}, {stride}, {self.parameters.pointer(tokens)} + first_slot"
+        return [f"const moesaic::TokenRows<Element> {name}{{{given}}};"]
 
     def _multiply(self) -> list[str]:
         passes = ["if (tile.passes(slots)) continue;  // the other warpgroup's"] if self.shape.pingpong else []

@@ -23,6 +23,8 @@ STAGED_ROWS = 16
 """That it puts into shared memory at a time, of 64 columns and each warpgroup, where they leave."""
 STAGED_MATRIX_ROWS = 64
 """The same of a gradient, and of tiles whose operands are not swapped."""
+TOKEN_BYTES = 3 * 64 * 4
+"""Of shared memory that a gradient's kernel has of its own for numbers of tokens (``token_rows.cuh``)."""
 _QUEUE_BYTES = 128  # of shared memory that an `ItemQueue` has of its own
 _MOST_EXPERTS = 4096  # whose table has room beside any tile by wgmma
 _MOST_MATRICES = 16384  # the same of a gradient's, whose table is shorter

@@ -32,6 +32,7 @@ from moesaic.ir.ops.launch import Kernel
 from moesaic.passes.product_shape import (
     SWAPPED_MATRIX,
     SWAPPED_ROWS,
+    TOKEN_BYTES,
     Lines,
     ProductShape,
     swapped_bytes,
@@ -119,7 +120,7 @@ FAMILIES: Mapping[str, Family] = {
         ),
     ),
     "product": Family(2, _TILES),
-    "wgrad": Family(2, _TILES),
+    "wgrad": Family(3, _TILES),
     "combine": Family(1, (_THREADS,)),
     "slot_rows": Family(1, (_THREADS,)),
 }
@@ -299,6 +300,7 @@ class Space:
         lines = Lines(across, 16)
         shared = shape.shared_bytes(size, parts, Lines(self.op.template == "wgrad", 16), lines)
         shared += self._table_bytes(shape) + shape.queue_bytes + (swapped_bytes(region) if shape.swapped else 0)
+        shared += TOKEN_BYTES if self.op.template == "wgrad" and shape.fetches else 0
         if shared > self.limits.shared_optin or shared * shape.blocks > self.limits.shared_per_sm:
             return f"{shape.blocks} blocks need {shared} bytes of shared memory each"
         return ""

@@ -116,6 +116,7 @@ SMALL_MMA = Case("MmaTile", "bf16", 64, 128, 32, 3, 1, False, True, 16, 16, 128)
 SMALL_WGMMA = Case("WgmmaTile", "bf16", 128, 64, 64, 3, 1, False, True, 16, 16, 384, "lines", "boxes")
 SMALL_PINGPONG = dataclasses.replace(SMALL_WGMMA, m=64, pingpong=True)
 SMALL_PAIR = Case("WgmmaTile", "bf16", 64, 128, 64, 3, 1, False, True, 16, 16, 256, "boxes", "shared")
+SMALL_TOKENS = Case("WgmmaTile", "bf16", 64, 64, 64, 3, 1, True, True, 16, 16, 256, "tokens", "boxes+lines")
 DONE = "__syncthreads(); // whoever used shared memory before is done with it"
 COPIES_THERE = "copy_wait<Shape::kStages - 2>();"
 COPIED = "mbarrier_arrive_after_copies(full(stage_));"
@@ -161,6 +162,13 @@ BARRIERS: dict[str, tuple[str, ...]] = {
     "pair_released_by_one": ("wgmma_stages.cuh", "kOwners / 32 * kPair);", "kOwners / 32);"),
     "pair_halves": ("wgmma_stages.cuh", "halves ? rank * (kBoxes / kPair) : 0;", "0;"),
     "pair_over": ("wgmma_stages.cuh", "if constexpr (kPair == 2) sync_cluster();"),
+    "tokens_wait": ("token_rows.cuh", "copy_wait<2 * kAhead - 1>();"),
+    "tokens_wait_for_fewer": ("token_rows.cuh", "copy_wait<2 * kAhead - 1>();", "copy_wait<2 * kAhead>();"),
+    "tokens_there": ("token_rows.cuh", "__syncwarp(); // the other lanes' are there, too"),
+    "tokens_read": ("token_rows.cuh", "__syncwarp(); // all lanes have read those"),
+    "tokens_slot": ("token_rows.cuh", "slot_ = slot_ == kAhead - 1 ? 0 : slot_ + 1;"),
+    "tokens_taken": ("wgmma_stages.cuh", "numbers_.next();"),
+    "tokens_whole": ("wgmma_stages.cuh", "steps >= kK && extent >= kRows", "steps > 0"),
 }
 
 
@@ -186,7 +194,13 @@ def test_a_missing_barrier_or_wait_shows(barrier: str, tmp_path: Path) -> None:
     text, count = re.subn(pattern, new[0] if new else ";", (tmp_path / "moesaic" / header).read_text())
     assert count == 1
     (tmp_path / "moesaic" / header).write_text(text)
-    tiles = {"mma": SMALL_MMA, "wgmma": SMALL_WGMMA, "pingpong": SMALL_PINGPONG, "pair": SMALL_PAIR}
+    tiles = {
+        "mma": SMALL_MMA,
+        "wgmma": SMALL_WGMMA,
+        "pingpong": SMALL_PINGPONG,
+        "pair": SMALL_PAIR,
+        "tokens": SMALL_TOKENS,
+    }
     case = tiles.get(barrier.partition("_")[0], DEFAULT_SIMT)
     assert not any(is_wrong(case, order) for order in ORDERS)
     assert any(is_wrong(case, order, tmp_path) for order in ORDERS)

@@ -50,6 +50,14 @@ _WAYS = (
     (64, 64, 3, 1, 384, "", "lines", "boxes"),
     (64, 64, 2, 2, 384, "right", "boxes", "shared"),
     (64, 128, 3, 1, 384, "both", "lines", "shared+lines"),
+    (64, 128, 3, 1, 256, "both", "tokens", "shared+lines"),
+    (128, 64, 4, 1, 256, "both", "shared+lines", "tokens"),
+    (64, 64, 2, 1, 256, "both", "boxes+lines", "tokens"),
+    (64, 128, 3, 1, 256, "both", "tokens", "shared+lines"),
+    (64, 64, 3, 1, 256, "left", "tokens", "boxes"),
+    (64, 64, 3, 1, 384, "both", "tokens", "lines"),
+    (128, 128, 4, 1, 384, "right", "lines", "tokens"),
+    (128, 128, 3, 1, 384, "both", "lines", "tokens"),
 )
 BOXED = [
     Case("WgmmaTile", dtype, m, n, 64, stages, parts, lies in ("left", "both"), lies in ("right", "both"), align, align,
@@ -59,7 +67,7 @@ BOXED = [
     for dtype in (("bf16", "half") if i in (2, 13) else ("bf16",))
 ]  # fmt: skip
 
-EMULATED_WGMMA = ("gathered", "transposed", "wgrad_tall", "unaligned", "transposed_pingpong")
+EMULATED_WGMMA = ("gathered", "transposed", "wgrad_tall", "wgrad_tokens", "unaligned", "transposed_pingpong")
 
 
 def run_on_hopper(*args: Any, **options: Any) -> np.ndarray:

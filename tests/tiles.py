@@ -63,7 +63,8 @@ class Case:
     left_align: int
     right_align: int
     threads: int
-    # Of a WgmmaTile: lines, boxes, shared (boxes of a pair of blocks); "+lines": where a stage is not whole.
+    # Of a WgmmaTile: lines, tokens (lines by numbers in memory, all of which are there), boxes, shared (boxes of a pair
+    # of blocks); "+lines": where a stage is not whole.
     left_way: str = "lines"
     right_way: str = "lines"
     pingpong: bool = False
@@ -89,11 +90,13 @@ class Case:
     @property
     def ways(self) -> str:
         """Those of both operands, as the kernel's text has them."""
-        names = {"lines": "kLines", "boxes": "kBoxes", "shared": "kShared"}
-        return ", ".join(
-            f"Way<moesaic::Fetch::{names[way.removesuffix('+lines')]}, {int('+' in way)}, {rows}>"
-            for way, rows in zip((self.left_way, self.right_way), self.box_rows, strict=True)
-        )
+        names = {"lines": "kLines", "tokens": "kLines", "boxes": "kBoxes", "shared": "kShared"}
+
+        def text(way: str, rows: int) -> str:
+            name = names[way.removesuffix("+lines")]
+            return f"Way<moesaic::Fetch::{name}, {int('+' in way)}, {rows}, {int(way == 'tokens')}>"
+
+        return ", ".join(map(text, (self.left_way, self.right_way), self.box_rows))
 
     @property
     def box_rows(self) -> tuple[int, int]:
@@ -244,11 +247,12 @@ FETCHING_KERNEL = (
 using moesaic::Fetch;
 using moesaic::TensorMap;
 
-template <Fetch kHow_, bool kRest_, int kBoxRows_>
+template <Fetch kHow_, bool kRest_, int kBoxRows_, bool kTokens_>
 struct Way {
   static constexpr Fetch kHow = kHow_;
   static constexpr bool kRest = kRest_;  // a stage that is not whole comes line by line
   static constexpr int kBoxRows = kBoxRows_;
+  static constexpr bool kTokens = kTokens_;
 };
 
 // Where boxes of an operand begin: at this row (or column) of the product, at this step of the sum.
@@ -257,9 +261,12 @@ struct Placed {
 };
 
 // An operand as a tile fetches it, from its lines.
-template <class How, class Lines>
-__device__ __forceinline__ auto fetched(const TensorMap& map, const Placed& at, int first, const Lines& lines) {
-  if constexpr (How::kHow == Fetch::kLines) {
+template <class How, class Lines, typename T>
+__device__ __forceinline__ auto fetched(const TensorMap& map, const Placed& at, int first, const Lines& lines,
+                                        const moesaic::TokenRows<T>& tokens) {
+  if constexpr (How::kTokens) {
+    return tokens;
+  } else if constexpr (How::kHow == Fetch::kLines) {
     return lines;
   } else {
     const moesaic::Boxes<How::kBoxRows> boxes{map, 1, at.first + first, at.step, at.apart};
@@ -306,8 +313,10 @@ __device__ __forceinline__ void products(const T* a, const T* b, Operand left, O
         const T* const line = right.line(b, Shape::kRightAcross ? part * depth + r : part * n + n0 + r);
         return line == nullptr || !Shape::kRightAcross ? line : line + n0;
       };
-      const auto left_operand = fetched<LeftWay>(left_map, left_boxes, m0, left_line);
-      const auto right_operand = fetched<RightWay>(right_map, right_boxes, n0, right_line);
+      const moesaic::TokenRows<T> left_tokens{a + left.start + m0, left.stride, left.lines};
+      const moesaic::TokenRows<T> right_tokens{b + right.start + n0, right.stride, right.lines};
+      const auto left_operand = fetched<LeftWay>(left_map, left_boxes, m0, left_line, left_tokens);
+      const auto right_operand = fetched<RightWay>(right_map, right_boxes, n0, right_line, right_tokens);
       const int rows = at.idle ? 0 : moesaic::smaller(kM, m - m0);
       tile.fetch(left_operand, right_operand, depth, rows, n - n0, at.together);
     }
@@ -491,10 +500,15 @@ def product(
     right_null = rng.random(case.parts * (depth if case.right_across else n)) < 0.15 * (case.right_way == "lines")
     left, left_seen = operand((len(left_null), m if case.left_across else depth), left_null, case, rng, integers)
     right, right_seen = operand((len(right_null), n if case.right_across else depth), right_null, case, rng, integers)
-    a = laid_out(left, left_null, case.left_align, rng) if case.left_way == "lines" else in_boxes(left, 0, case, rng)
+    line_by_line = ("lines", "tokens")
+    a = (
+        laid_out(left, left_null, case.left_align, rng)
+        if case.left_way in line_by_line
+        else in_boxes(left, 0, case, rng)
+    )
     b = (
         laid_out(right, right_null, case.right_align, rng)
-        if case.right_way == "lines"
+        if case.right_way in line_by_line
         else in_boxes(right, 1, case, rng)
     )
 
@@ -621,6 +635,8 @@ DEFAULT_WGMMA = {
     "sums": of_rule(2048, 1, "right", "boxes", "shared", tall=True),
     "wgrad": of_rule(2048, 1, "both", "lines", "shared+lines"),
     "wgrad_tall": of_rule(2048, 1, "both", "shared+lines", "lines", tall=True),
+    "wgrad_tokens": of_rule(2048, 1, "both", "tokens", "shared+lines"),
+    "wgrad_tokens_tall": of_rule(2048, 1, "both", "shared+lines", "tokens", tall=True),
     "wgrad_dense": of_rule(2048, 1, "both", "boxes", "shared"),
     "wgrad_beside": of_rule(2048, 1, "both", "shared", "boxes"),
     "unaligned": of_rule(2048, 1, "", "lines", "lines", align=8),

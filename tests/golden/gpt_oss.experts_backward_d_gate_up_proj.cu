@@ -64,9 +64,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
       const int slots = next.rows;
       const long long first_slot = next.first_slot;
 
-      const auto left = [&](int k) -> const Element* {
-        return moesaic::token_row(x_ptr, x_stride, saved_tokens_ptr + first_slot + k) + first_row;
-      };
+      const moesaic::TokenRows<Element> left{x_ptr + first_row, x_stride, saved_tokens_ptr + first_slot};
       const auto right_lines = [&](int /*part*/, int k) -> const Element* {
         return in_ptr + (first_slot + k) * 5760LL + first_column;
       };

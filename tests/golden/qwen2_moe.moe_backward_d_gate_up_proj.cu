@@ -66,9 +66,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
       const auto left_lines = [&](int k) -> const Element* { return in_ptr + (first_slot + k) * 2816LL + first_row; };
       const moesaic::BoxesAndLines<decltype(left_lines)> left{
           moesaic::Boxes<64>{in_map, 0, first_row, static_cast<int>(first_slot), 0}, left_lines};
-      const auto right = [&](int /*part*/, int k) -> const Element* {
-        return moesaic::token_row(x_ptr, x_stride, saved_tokens_ptr + first_slot + k) + first_column;
-      };
+      const moesaic::TokenRows<Element> right{x_ptr + first_column, x_stride, saved_tokens_ptr + first_slot};
       tile.fetch(left, right, slots, kRows - first_row, kColumns - first_column, true);
     }
     if (Tile::asks()) queue.finish(kExperts * kItems);

@@ -51,6 +51,19 @@ __device__ __forceinline__ unsigned kept(unsigned value) {
 #endif
   return value;
 }
+__device__ __forceinline__ long long kept(long long value) {
+#ifndef MOESAIC_EMULATE
+  asm volatile("" : "+l"(value));
+#endif
+  return value;
+}
+template <typename T>
+__device__ __forceinline__ const T* kept(const T* value) {
+#ifndef MOESAIC_EMULATE
+  asm volatile("" : "+l"(value));
+#endif
+  return value;
+}
 
 // ------------------------------------------------------------------------------------------------ element types
 

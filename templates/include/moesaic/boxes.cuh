@@ -28,6 +28,19 @@ struct EmulatedBox {
 };
 #endif
 
+// One lane of a warp, all of which call it. What that lane hands to the copy engine has to be in registers of the warp; the
+// compiler knows here that there is one lane, and else goes over all of them in a loop for each box.
+// PTX ISA, "Parallel Synchronization and Communication Instructions: elect.sync".
+__device__ __forceinline__ bool elect_lane() {
+#ifdef MOESAIC_EMULATE
+  return threadIdx.x % 32 == 0;
+#else
+  unsigned elected;
+  asm volatile("{.reg .pred is; elect.sync _|is, 0xffffffff; selp.u32 %0, 1, 0, is;}" : "=r"(elected));
+  return elected != 0;
+#endif
+}
+
 // The box whose first element is (column, row) of a matrix, to `shared`, aligned to 1024 bytes.
 __device__ __forceinline__ void copy_box(void* shared, const TensorMap& map, int column, int row, int matrix,
                                          Mbarrier* barrier) {

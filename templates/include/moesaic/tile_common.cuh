@@ -65,12 +65,13 @@ struct WarpGrid {
 template <typename T, bool kAcross, int kRows, int kParts, int kK, int kChunk, int kThreads, int kFirstThread = 0>
 class OperandChunks {
   static constexpr int kPartChunks = (kAcross ? kRows : kK) / kChunk;  // of a line, that follow one another in memory
+
+ public:
   static constexpr int kTeam = smaller(kPartChunks, smaller(32, 128 / (kChunk * static_cast<int>(sizeof(T)))));
   static constexpr int kTeams = kThreads / kTeam;
   static_assert((kAcross ? kRows : kK) % kChunk == 0 && kPartChunks % kTeam == 0 && kThreads % kTeam == 0,
                 "teams share lines evenly");
 
- public:
   static constexpr int kLines = kAcross ? kK : kParts * kRows;
   static constexpr int kLineChunks = kAcross ? kParts * kPartChunks : kPartChunks;
   static constexpr int kOwnLines = (kLines + kTeams - 1) / kTeams;
@@ -80,6 +81,7 @@ class OperandChunks {
   static __device__ __forceinline__ int line(int i) { return own_line(i / (kLineChunks / kTeam)); }
   static __device__ __forceinline__ int chunk(int i) { return first_chunk() + i % (kLineChunks / kTeam) * kTeam; }
   static __device__ __forceinline__ bool exists(int i) { return kLines % kTeams == 0 || line(i) < kLines; }
+  static __device__ __forceinline__ int own_element() { return first_chunk() * kChunk; }
 
   // Asks for the addresses of lines: `row(part, r)`, r below `extent`, once for all steps; or, across, `row(part, k)`, k
   // below `depth`, for the steps from `first` on, once for each kK of them. Asking early hides what the answer takes; where
@@ -113,6 +115,26 @@ class OperandChunks {
         addresses_[l][p] = there ? address + element : nullptr;
       }
     }
+  }
+  // Takes addresses that are at hand, across: `row(line)` is where own chunks of a line begin, `own_element` of it; of all
+  // lines, where there are no more than the `steps` that are left from the stage's first one on. With kWhole, all are there.
+  template <bool kWhole, class Row>
+  __device__ __forceinline__ void place(const Row& row, int steps, int extent) {
+    static_assert(kAcross && kParts == 1, "lines of a stage");
+    const int element = own_element();
+#pragma unroll
+    for (int l = 0; l < kOwnLines; ++l) {
+      const T* const address = row(own_line(l));
+      addresses_[l][0] = kWhole || (own_line(l) < smaller(steps, kLines) && element < extent) ? address : nullptr;
+    }
+  }
+
+  // Whether all of a thread's lines are there.
+  __device__ __forceinline__ bool all_lines() const {
+    bool all = kLines % kTeams == 0;
+#pragma unroll
+    for (int l = 0; l < kOwnLines; ++l) all = all && addresses_[l][0] != nullptr;
+    return all;
   }
 
   // Where own chunk i of the steps from `first` on lies, and how many of its elements are valid: none if 0 or less.

@@ -19,21 +19,24 @@ class CopiedOperand {
     chunks_.find(row, first, depth, extent);
   }
 
-  // Starts copies of the steps from `first` on; zeros where nothing is valid. `place(line, chunk)` is an offset in bytes.
-  template <class Place>
+  __device__ __forceinline__ bool all_lines() const { return chunks_.all_lines(); }
+
+  // Starts copies of the steps from `first` on; zeros where nothing is valid; with kWhole, all is. `place(i)` is how many bytes
+  // after `stage` own chunk i goes.
+  template <bool kWhole = false, class Place>
   __device__ __forceinline__ void fetch(unsigned char* stage, int first, int depth, int extent, const Place& place) {
     constexpr int kPiece = kAlign / kSize;
+    const CopyPlace start(stage);
 #pragma unroll
     for (int i = 0; i < Chunks::kOwn; ++i) {
       if (!Chunks::exists(i)) continue;
-      unsigned char* const to = stage + place(Chunks::line(i), Chunks::chunk(i));
       const T* const from = chunks_.address(i, first);
-      const int valid = chunks_.valid(i, first, depth, extent);
+      const int valid = kWhole ? kChunk : chunks_.valid(i, first, depth, extent);
       if constexpr (kAlign >= 4) {
 #pragma unroll
-        for (int v = 0; v < kChunk; v += kPiece) copy_async<kAlign>(to + v * kSize, from + v, v < valid);
+        for (int v = 0; v < kChunk; v += kPiece) copy_async<kAlign>(start, place(i) + v * kSize, from + v, v < valid);
       } else {
-        copy_elements(to, from, valid);
+        copy_elements(stage + place(i), from, valid);
       }
     }
   }
@@ -46,6 +49,11 @@ class CopiedOperand {
   }
   __device__ __forceinline__ void take() {
     if constexpr (kAcross) chunks_ = next_;
+  }
+  // Or it is at hand: see `OperandChunks::place`.
+  template <bool kWhole, class Row>
+  __device__ __forceinline__ void place(const Row& row, int steps, int extent) {
+    chunks_.template place<kWhole>(row, steps, extent);
   }
 
  private:

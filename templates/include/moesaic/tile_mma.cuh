@@ -40,7 +40,7 @@ class MmaOperand {
   }
   template <class Row>
   __device__ __forceinline__ void fetch(unsigned char* stage, const Row& row, int first, int depth, int extent) {
-    copied_.fetch(stage, first, depth, extent, [](int line, int chunk) { return place(line, chunk); });
+    copied_.fetch(stage, first, depth, extent, [](int i) { return place(Chunks::line(i), Chunks::chunk(i)); });
     copied_.ask(row, first + kK, depth, extent);
     copied_.take();
   }

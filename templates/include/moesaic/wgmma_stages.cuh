@@ -6,7 +6,7 @@
 //
 // An operand is fetched in one of three ways:
 //
-//   kLines   line by line, by copies of all fetching threads; `left(r)`, `right(part, r)` as in tile.cuh
+//   kLines   line by line, by copies of all fetching threads; `left(r)`, `right(part, r)` as in tile.cuh, or `TokenRows`
 //   kBoxes   by the copy engine; what is passed is a `Boxes`
 //   kShared  the same, for a pair of blocks (a cluster) that compute neighbouring tiles at the same time, `together`: each
 //            asks for half of it, for both. Otherwise each asks for all of its own
@@ -16,6 +16,7 @@
 
 #include "moesaic/cluster.cuh"
 #include "moesaic/tile_copied.cuh"
+#include "moesaic/token_rows.cuh"
 #include "moesaic/wgmma.cuh"
 
 namespace moesaic {
@@ -47,6 +48,11 @@ template <class Operand>
 constexpr bool kComesInBoth = false;
 template <class Lines>
 constexpr bool kComesInBoth<BoxesAndLines<Lines>> = true;
+// Whether its lines are rows of tokens.
+template <class Operand>
+constexpr bool kIsTokenRows = false;
+template <typename T>
+constexpr bool kIsTokenRows<TokenRows<T>> = true;
 
 // The steps of one operand in a stage: groups of lines of 128 bytes, swizzled.
 template <typename T, bool kAcross, int kRows, int kParts, int kAlign, int kFirstThread, Fetch kHow, int kPair>
@@ -67,6 +73,7 @@ class WgmmaOperand {
   template <class Row>
   __device__ __forceinline__ void find(const Row& row, int end, int, int extent) {
     copied_.find(row, 0, end, extent);
+    if constexpr (!kAcross) lines_there_ = __all_sync(0xffffffffu, copied_.all_lines());
   }
   template <int kBoxRows>
   __device__ __forceinline__ void find(const Boxes<kBoxRows>&, int, int, int) {}
@@ -74,6 +81,12 @@ class WgmmaOperand {
   __device__ __forceinline__ void find(const BoxesAndLines<Lines>& operand, int end, int depth, int extent) {
     const bool is_first = end < kK;
     copied_.find(operand.lines, is_first ? 0 : depth / kK * kK, is_first ? end : depth, extent);
+  }
+  __device__ __forceinline__ void find(const TokenRows<T>& rows, int end, int depth, int extent) {
+    rows_ = kept(reinterpret_cast<const unsigned char*>(rows.rows + Chunks::own_element()));
+    apart_ = kept(rows.stride * static_cast<long long>(sizeof(T)));
+    numbers_.begin(rows.tokens, smaller(end, kK), depth);
+    find_lines(end, extent);
   }
 
   // How many bytes the copy engine brings for a stage of steps from `first` on, if they do not end before. Boxes past
@@ -140,16 +153,30 @@ class WgmmaOperand {
     static_assert(kAcross, "lines along the sum end where the matrix does");
     if (first + kK > end) copy_lines(stage, first, end, extent);
   }
+  __device__ __forceinline__ void fetch_lines(unsigned char* stage, const TokenRows<T>&, int first, int end, int, int,
+                                              int extent) {
+    numbers_.ask();
+    if (is_whole(end - first, extent)) {
+      copied_.template fetch<true>(stage + own_, first, end, extent, further);
+    } else {
+      copy_lines(stage, first, end, extent);
+    }
+    numbers_.copied();
+  }
 
-  // Takes where the lines of the next stage lie, which `fetch_lines` has asked for.
+  // Takes where the lines of the next stage lie, from step `next` on, which `fetch_lines` has asked for.
   template <class Row>
-  __device__ __forceinline__ void take(const Row&) {
+  __device__ __forceinline__ void take(const Row&, int, int, int) {
     copied_.take();
   }
   template <int kBoxRows>
-  __device__ __forceinline__ void take(const Boxes<kBoxRows>&) {}
+  __device__ __forceinline__ void take(const Boxes<kBoxRows>&, int, int, int) {}
   template <class Lines>
-  __device__ __forceinline__ void take(const BoxesAndLines<Lines>&) {}
+  __device__ __forceinline__ void take(const BoxesAndLines<Lines>&, int, int, int) {}
+  __device__ __forceinline__ void take(const TokenRows<T>&, int next, int depth, int extent) {
+    numbers_.next();
+    find_lines(depth - next, extent);
+  }
 
   // Of the rows from `first_row` on, a multiple of 64.
   static __device__ __forceinline__ SharedMatrix matrix(const unsigned char* stage, int first_row) {
@@ -160,12 +187,42 @@ class WgmmaOperand {
 
  private:
   __device__ __forceinline__ void copy_lines(unsigned char* stage, int first, int end, int extent) {
-    copied_.fetch(stage, first, end, extent, [](int line, int chunk) {
-      return kAcross ? chunk / 8 * kGroupBytes + swizzled(line, chunk % 8) : swizzled(line, chunk);
-    });
+    if (!kAcross && lines_there_ && first + kK <= end) {
+      copied_.template fetch<true>(stage + own_, first, end, extent, further);
+    } else {
+      copied_.fetch(stage + own_, first, end, extent, further);
+    }
   }
 
+  // Whether all of a stage's lines, of so many steps that are left, are there.
+  static __device__ __forceinline__ bool is_whole(int steps, int extent) {
+    return steps >= kK && extent >= kRows;
+  }
+  // Where the lines of a stage lie whose numbers have come.
+  __device__ __forceinline__ void find_lines(int steps, int extent) {
+    const auto row = [&](int line) {
+      return reinterpret_cast<const T*>(rows_ + static_cast<unsigned>(numbers_.of(line)) * apart_);
+    };
+    if (is_whole(steps, extent)) {
+      copied_.template place<true>(row, steps, extent);
+    } else {
+      copied_.template place<false>(row, steps, extent);
+    }
+  }
+
+  // How far a thread's chunks lie behind its first one: swizzling repeats after 8 lines.
+  static __device__ __forceinline__ constexpr int further(int i) {
+    constexpr int kOfLine = Chunks::kLineChunks / Chunks::kTeam;
+    static_assert(Chunks::kTeam == 8 && Chunks::kTeams % 8 == 0, "lines of a thread are swizzled alike");
+    return i / kOfLine * Chunks::kTeams * kSwizzledLine + (kAcross ? i % kOfLine * kGroupBytes : 0);
+  }
+
+  int own_ = swizzled(Chunks::line(0), Chunks::chunk(0));  // where its first one goes in a stage
+  bool lines_there_ = false;  // along the sum: all of a warp's
   CopiedOperand<T, kAcross, kK, kAlign, Chunks> copied_;
+  TokenNumbers<Chunks, kK, kFirstThread> numbers_;
+  const unsigned char* rows_;  // where own chunks of tokens' rows begin, and bytes from one to the next
+  long long apart_;
 };
 
 // The stages of a block, and the roles of its threads. A stage is free again when kOwners threads of either block of a pair
@@ -245,6 +302,8 @@ class WgmmaStages {
   __device__ __forceinline__ void fetch(const LeftRows& left_rows, const RightRows& right_rows, int depth,
                                         int left_extent, int right_extent, bool together) {
     if (!kCopies && !asks()) return;
+    // Where whole warps are here, one lane asks for boxes, of a warp which the compiler knows to be all there.
+    const unsigned warp = kCopies ? __shfl_sync(0xffffffffu, threadIdx.x / 32, 0) : 0;
     const auto left_lines = lines_of(left_rows);
     Left left;
     Right right;
@@ -254,6 +313,7 @@ class WgmmaStages {
     static_assert(kShortFirst == (Shape::kLeftAcross && Shape::kRightAcross &&
                                   (kComesInBoth<LeftRows> || kComesInBoth<RightRows>)),
                   "who multiplies has to know");
+    static_assert(!kIsTokenRows<LeftRows> || !kIsTokenRows<RightRows>, "copies are waited for by their number");
     int next = kShortFirst && depth > 0 ? (depth - 1) % Shape::kK + 1 : Shape::kK;  // stage's first step
     const int first_end = kShortFirst ? smaller(next, depth) : depth;
     left.find(left_lines, first_end, depth, left_extent);
@@ -263,7 +323,7 @@ class WgmmaStages {
       const int end = kShortFirst ? next : depth;  // of the steps, if they end in this stage; a constant, if depth is
       unsigned char* const stage = stages_ + stage_ * kStageBytes;
       mbarrier_wait(empty(stage_), parity_ ^ 1);
-      if (kAsks && asks()) {
+      if (kAsks && (!kCopies || (warp == kWorkers / 32 && elect_lane()))) {
         const int bytes = Left::boxed_bytes(left_lines, first, end, left_extent) +
                           Right::boxed_bytes(right_rows, first, end, right_extent);
         mbarrier_arrive_and_expect(full(stage_), bytes);
@@ -282,8 +342,8 @@ class WgmmaStages {
         } else {
           mbarrier_arrive_after_copies(full(stage_));
         }
-        left.take(left_lines);
-        right.take(right_rows);
+        left.take(left_lines, next, depth, left_extent);
+        right.take(right_rows, next, depth, right_extent);
       }
       advance();
     }
@@ -344,6 +404,7 @@ class WgmmaStages {
   }
   template <int kBoxRows>
   static __device__ __forceinline__ const Boxes<kBoxRows>& lines_of(const Boxes<kBoxRows>& boxes) { return boxes; }
+  static __device__ __forceinline__ const TokenRows<T>& lines_of(const TokenRows<T>& rows) { return rows; }
   template <class Lines>
   static __device__ __forceinline__ auto lines_of(const BoxesAndLines<Lines>& operand) {
     const auto lines = [&operand](int, int r) { return operand.lines(r); };
