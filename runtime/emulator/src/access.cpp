@@ -56,6 +56,11 @@ void describe_place(const LaunchRequest& request, std::uint64_t address, char* t
 }  // namespace
 
 void check_access(const void* pointer, unsigned bytes, unsigned align, bool write, Site site) {
+    check_global(pointer, bytes, align, write, site);
+    yield_lane(false);
+}
+
+void check_global(const void* pointer, unsigned bytes, unsigned align, bool write, Site site) {
     Worker& worker = this_worker();
     const auto address = reinterpret_cast<std::uint64_t>(pointer);
     const LaunchRequest& request = *worker.grid->request;
@@ -70,7 +75,7 @@ void check_access(const void* pointer, unsigned bytes, unsigned align, bool writ
         report_lane(worker, message, &site, nullptr, __builtin_frame_address(0));
     }
     const Buffer*& last = write ? worker.last_write : worker.last_read;
-    if (request.buffer_count == 0 || (last != nullptr && within(*last, address, bytes))) return yield_lane(false);
+    if (request.buffer_count == 0 || (last != nullptr && within(*last, address, bytes))) return;
 
     const Buffer* read_only = nullptr;
     for (std::uint32_t i = 0; i < request.buffer_count; ++i) {
@@ -78,7 +83,7 @@ void check_access(const void* pointer, unsigned bytes, unsigned align, bool writ
         if (!within(buffer, address, bytes)) continue;
         if (!write || buffer.writable != 0) {
             last = &buffer;
-            return yield_lane(false);
+            return;
         }
         read_only = &buffer;
     }

@@ -77,7 +77,7 @@ void fill(const PendingBox& box, Site site) {
             const std::size_t bytes = valid <= 0 ? 0 : valid < 16 ? static_cast<std::size_t>(valid) : 16;
             if (bytes != 0) {
                 const unsigned char* const from = box.global + line * box.row_bytes + at;
-                check_access(from, static_cast<unsigned>(bytes), 2, false, site);
+                check_global(from, static_cast<unsigned>(bytes), 2, false, site);
                 std::memcpy(chunk, from, bytes);
             }
             std::memset(chunk + bytes, 0, 16 - bytes);
@@ -233,7 +233,7 @@ void store_wait(unsigned groups_left, Site) {
             for (int at = 0; at < store.valid_bytes; at += 16) {
                 const unsigned bytes = static_cast<unsigned>(store.valid_bytes - at < 16 ? store.valid_bytes - at : 16);
                 unsigned char* const to = store.global + line * store.row_bytes + at;
-                check_access(to, bytes, 2, true, store.site);
+                check_global(to, bytes, 2, true, store.site);
                 std::memcpy(to, store.shared + line * static_cast<int>(store.line_bytes) + (at ^ swizzle), bytes);
             }
         }

@@ -242,6 +242,10 @@ void execute_as_one(const WholeWarp& request, Site site);
 const char* name_of(WarpOperation operation);
 const char* name_of(BlockOperation operation);
 
+// access.cpp
+// What `check_access` does, and no other lane gets the processor: for whoever is in the middle of a list of the worker's.
+void check_global(const void* pointer, unsigned bytes, unsigned align, bool write, Site site);
+
 // mbarriers.cpp
 bool has_stores(const Worker& worker, const Lane& lane);
 // A box that nobody has waited for, or null.
