@@ -43,24 +43,17 @@ __device__ __forceinline__ void let_next_kernel_begin() {
 #endif
 }
 
-// A number that stays in its register: the compiler does not know how it came about, and cannot compute it once more
-// wherever it is used, which it prefers in loops that need most registers for other things.
-__device__ __forceinline__ unsigned kept(unsigned value) {
-#ifndef MOESAIC_EMULATE
-  asm volatile("" : "+r"(value));
-#endif
-  return value;
-}
-__device__ __forceinline__ long long kept(long long value) {
-#ifndef MOESAIC_EMULATE
-  asm volatile("" : "+l"(value));
-#endif
-  return value;
-}
+// A number, or an address, that stays in its register: the compiler does not know how it came about, and cannot compute it once
+// more wherever it is used, which it prefers in loops that need most registers for other things.
 template <typename T>
-__device__ __forceinline__ const T* kept(const T* value) {
+__device__ __forceinline__ T kept(T value) {
+  static_assert(sizeof(T) == 4 || sizeof(T) == 8, "one register, or two");
 #ifndef MOESAIC_EMULATE
-  asm volatile("" : "+l"(value));
+  if constexpr (sizeof(T) == 4) {
+    asm volatile("" : "+r"(value));
+  } else {
+    asm volatile("" : "+l"(value));
+  }
 #endif
   return value;
 }

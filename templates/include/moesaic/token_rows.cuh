@@ -62,6 +62,7 @@ class TokenNumbers {
  private:
   static __device__ __forceinline__ int (&memory())[kAhead][kSteps] {
     __shared__ int numbers[kAhead][kSteps];
+    static_assert(sizeof(numbers) == 768, "what room there is beside a tile is worked out with");
     return numbers;
   }
 
