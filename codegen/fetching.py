@@ -26,26 +26,25 @@ class Boxes:
     Attributes:
         index: of the operand.
         rows: of a box.
-        matrix: the number of the matrix.
         first: its row along the sum, its column across it, that the tile begins with.
+        matrix: the number of the matrix; empty where the operand has rows, which belong to several.
         step: its column, or row, that the sum begins with.
         apart: distance of two parts.
     """
 
     index: int
     rows: int
-    matrix: str
     first: str
+    matrix: str = ""
     step: str = "0"
     apart: str = "0"
 
-    def expression(self, parameters: Parameters) -> str:
-        name = parameters.tensor_map(self.index, self.rows)
-        return f"moesaic::Boxes<{self.rows}>{{{name}, {self.matrix}, {self.first}, {self.step}, {self.apart}}}"
-
     def lines(self, name: str, parameters: Parameters) -> list[str]:
         """The declaration of an operand."""
-        return [f"const {self.expression(parameters).replace('{', f' {name}{{', 1)};"]
+        map = parameters.tensor_map(self.index, self.rows)
+        kind = f"{self.rows}" if self.matrix else f"{self.rows}, /*kOfRows=*/true"
+        place = f"{map}, {self.matrix or '0'}, {self.first}, {self.step}, {self.apart}"
+        return [f"const moesaic::Boxes<{kind}> {name}{{{place}}};"]
 
 
 def box_rows(rows: int, parts: int = 1) -> int:

@@ -15,9 +15,12 @@ class TensorMap:
     the operand lands there as zeros, and is not written. Address and strides of the operand are multiples of 16 bytes.
     Where the operand has no rows, the kernel gets a map all zero, and must not use it.
 
+    An operand [rows, columns] with as many rows as a launch says has a map of rows (``tensor_map.cuh``): a box is of a
+    run of them, an expert's, and zeros come, or nothing leaves, in place of the rows that follow.
+
     Attributes:
         columns: elements of a row.
-        rows: rows of a matrix; 0: as many as an operand [rows, columns] has, known at launch.
+        rows: rows of a matrix; 0: a map of rows.
         matrices: of the operand; 1 where it is [rows, columns].
         box_columns, box_rows: of a box, which lies in one matrix: 64 or 32, and 1 to 256.
         element: ``bf16`` or ``f16``.

@@ -187,7 +187,7 @@ class _Emitter:
         first = "first_slot" if self.grouped else "static_cast<int>(first_token)"
         # Of a tile that may have few rows, boxes without any do not come.
         tall = self.shape.rows // 3 if self.shape.swapped else box_rows(self.shape.rows)
-        return Boxes(self.parameters.index(rows), tall, matrix="0", first=first)
+        return Boxes(self.parameters.index(rows), tall, first=first)
 
     def _right_boxes(self) -> Boxes | None:
         """How it finds the weight's, if both parts begin at columns where boxes may."""
@@ -470,7 +470,7 @@ class _Emitter:
             # What a box has past the last column leaves nobody: all threads put it even so, four vectors at a time.
             last = ["if (kColumns % Staged::kColumns != 0) column = moesaic::smaller(column, kColumns - kVector);"]
             where = [] if self.staging.turned else ["int column = first_column + tile.column(j);", *last]
-            lines += self.staging.leave(self.parameters, [*where, *compute], first, "0", "")
+            lines += self.staging.leave(self.parameters, [*where, *compute], first, "")
         else:
             lines += [*self._rows(place), *indented(epilogue.for_row, 2)]
             if epilogue.row_stores:

@@ -126,9 +126,7 @@ class Staging:
         """The numbers of the outputs that are parts of an operand."""
         return [n for n, output in enumerate(self.outputs) if output.index == index]
 
-    def leave(
-        self, parameters: Parameters, compute: Sequence[str], first_row: str, matrix: str, stride: str
-    ) -> list[str]:
+    def leave(self, parameters: Parameters, compute: Sequence[str], first_row: str, matrix: str) -> list[str]:
         """Goes over the boxes of a warpgroup's part of a tile.
 
         Args:
@@ -136,11 +134,10 @@ class Staging:
             compute: puts what is in row i and vector j, vector w of the box; of threads that hold neighbouring rows,
                 what is in columns r of two and rows j of the tile, rows w of the box.
             first_row: of the operand, that the tile begins with.
-            matrix: the number of the matrix.
-            stride: elements between matrices; empty where there is one.
+            matrix: the number of the matrix; empty where the operand has rows.
         """
         if self.turned:
-            return self._leave_turned(parameters, compute, first_row, matrix, stride)
+            return self._leave_turned(parameters, compute, first_row, matrix)
         return [
             "#pragma unroll",
             "for (int b = 0; b < Tile::kBlocks; ++b) {",
@@ -162,15 +159,13 @@ class Staging:
             "      }",
             "    }",
             "    staged.written();",
-            *indented(self._store(parameters, matrix, stride), 4),
+            *indented(self._store(parameters, matrix), 4),
             "    staged.sent();",
             "  }",
             "}",
         ]
 
-    def _leave_turned(
-        self, parameters: Parameters, compute: Sequence[str], first_row: str, matrix: str, stride: str
-    ) -> list[str]:
+    def _leave_turned(self, parameters: Parameters, compute: Sequence[str], first_row: str, matrix: str) -> list[str]:
         return [
             "#pragma unroll",
             "for (int b = 0; b < Tile::kColumnBlocks; ++b) {",
@@ -191,23 +186,18 @@ class Staging:
             "      }",
             "    }",
             "    staged.written();",
-            *indented(self._store(parameters, matrix, stride), 4),
+            *indented(self._store(parameters, matrix), 4),
             "    staged.sent();",
             "  }",
             "}",
         ]
 
-    def _store(self, parameters: Parameters, matrix: str, stride: str) -> list[str]:
+    def _store(self, parameters: Parameters, matrix: str) -> list[str]:
+        """Sends what is a box now. What a matrix does not have its map leaves out."""
+        of_rows = "static_cast<int>(moesaic::at_most(valid, Staged::kRows))"
         lines: list[str] = []
         for number, output in enumerate(self.outputs):
-            pointer = parameters.pointer(output.index)
             map = parameters.tensor_map(output.index, self.rows, self.columns)
-            distance = f"{columns_of(parameters.given(output.index))}LL"
-            address = f"{pointer} + {f'{matrix} * {stride} + ' if stride else ''}row * {distance} + {output.column}"
-            box = f"{pointer.removesuffix('_ptr')}_box{'' if output.column == 'box_column' else '2'}"
-            lines += [
-                f"{self.element}* const {box} = {address};",
-                f"staged.store({number}, {map}, {output.column}, static_cast<int>(row), {matrix}, valid,",
-                f"             kColumns - box_column, {box}, {distance});",
-            ]
+            where = f"{number}, {map}, {output.column}, static_cast<int>(row)"
+            lines.append(f"staged.store({where}, {matrix});" if matrix else f"staged.store_rows({where}, {of_rows});")
         return lines

@@ -71,7 +71,7 @@ class _Emitter:
 
     def generate(self) -> GeneratedKernel:
         body = self._body()
-        shape = self.shape.cuda(1, self.left, self.right, short_first=self._short_first)
+        shape = self.shape.cuda(1, self.left, self.right)
         source = render(
             "over_tiles.cu.j2",
             {
@@ -138,16 +138,14 @@ class _Emitter:
         ]
 
     def _ways(self) -> tuple[Fetch, Fetch]:
-        """How the operands are fetched: rows that follow one another by the copy engine, those of one operand at most
-        where they are an expert's, for the last step of it has to be fetched line by line. Of a part of all tokens, the
-        last step ends where the operand ends, or is a whole one."""
+        """How the operands are fetched: rows that follow one another by the copy engine."""
         if not self.shape.fetches:
             return Fetch.LINES, Fetch.LINES
         left, right = (
             _source(v) is v and self.parameters.align(self.parameters.index(v)) == 16
             for v in (self.wgrad.a, self.wgrad.b)
         )
-        if left and right and not self.grouped:
+        if left and right:
             beside = pairs_lie_beside(*self.shape.tiles_of_matrix(*self.wgrad.sizes()))
             return (Fetch.SHARED, Fetch.BOXES) if beside else (Fetch.BOXES, Fetch.SHARED)
         if right:
@@ -281,13 +279,8 @@ class _Emitter:
                     self._token_rows(name, start) if value is self._of_tokens else self._lines(name, value, part, start)
                 )
                 continue
-            boxes = Boxes(self.parameters.index(value), 64, "0", start, "static_cast<int>(first_slot)")
-            if self.grouped:  # rows after the last are another expert's
-                lines += self._lines(f"{name}_lines", value, part, start)
-                both = f"{boxes.expression(self.parameters)}, {name}_lines"
-                lines.append(f"const moesaic::BoxesAndLines<decltype({name}_lines)> {name}{{{both}}};")
-            else:
-                lines += boxes.lines(name, self.parameters)
+            boxes = Boxes(self.parameters.index(value), 64, start, step="static_cast<int>(first_slot)")
+            lines += boxes.lines(name, self.parameters)
         return [*lines, "tile.fetch(left, right, slots, kRows - first_row, kColumns - first_column, true);"]
 
     @property
@@ -319,11 +312,6 @@ class _Emitter:
             *self._bias(),
         ]
 
-    @property
-    def _short_first(self) -> bool:
-        """Where an operand comes both in boxes and by lines, the stage that is not whole comes first."""
-        return self.grouped and Fetch.SHARED in self.fetched
-
     # ------------------------------------------------------------------------------------------------ operands
 
     def _lines(self, name: str, value: Value, part: str, start: str) -> list[str]:
@@ -353,8 +341,7 @@ class _Emitter:
                 f"for (int v = 0; v < 2; ++v) values[v] = {expression};",
                 "staged.put(0, r, w, values);",
             ]
-            matrix = "static_cast<long long>(kRows) * kColumns"
-            return self.staging.leave(self.parameters, compute, "first_row", self.of, matrix)
+            return self.staging.leave(self.parameters, compute, "first_row", self.of)
         pointer = self.parameters.pointer(self.index)
         size = value.type.dtype.bytes
         align = python_math.gcd(16, columns_of(self.wgrad.b) * size, self.shape.vector * size)

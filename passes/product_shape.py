@@ -215,12 +215,11 @@ class ProductShape:
         tile = {} if schedule is None else {"tile": "SwappedTile" if schedule == "swapped" else "WgmmaTile"}
         return {**config, **point, **tile}
 
-    def cuda(self, parts: int, left: Lines, right: Lines, *, short_first: bool = False) -> str:
+    def cuda(self, parts: int, left: Lines, right: Lines) -> str:
         """The arguments of ``TileShape``."""
         numbers = (self.rows, self.columns, self.depth, self.stages, parts)
         flags = ("true" if lines.across else "false" for lines in (left, right))
-        last = ["/*kShortFirst=*/true"] if short_first else []
-        return ", ".join(map(str, (*numbers, *flags, left.align, right.align, self.threads, *last)))
+        return ", ".join(map(str, (*numbers, *flags, left.align, right.align, self.threads)))
 
     def config(self) -> dict[str, str]:
         """What `parse` reads."""

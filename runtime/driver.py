@@ -65,6 +65,7 @@ _STICKY = {
 TENSOR_MAP_TYPES = {"f16": 6, "bf16": 9}
 """Numbers of the element types of tensor maps."""
 _SWIZZLES, _PROMOTE_256B = {32: 2, 64: 3}, 3  # of as many bytes as a line of a box has
+_RUN_END = 1 << 30  # ``kRunEnd``
 
 _lock = threading.Lock()
 _bindings_loaded: Any = None
@@ -94,7 +95,8 @@ class TensorBoxes(NamedTuple):
     """What a tensor map says: where the copy engine finds boxes of matrices of 16-bit elements.
 
     `rows` are those of a matrix; without any, there is nothing to find, and the address need not be one. `row_bytes`
-    and `matrix_bytes` are distances; `data_type` is one of `TENSOR_MAP_TYPES`. ``launcher.cpp`` has the same fields.
+    and `matrix_bytes` are distances; `data_type` is one of `TENSOR_MAP_TYPES`. Without `matrices` it is a map of rows,
+    whose dimensions ``tensor_map.cuh`` explains. ``launcher.cpp`` has the same fields.
     """
 
     address: int
@@ -108,16 +110,20 @@ class TensorBoxes(NamedTuple):
     data_type: int
 
     @property
-    def dims(self) -> tuple[int, int, int]:
-        return self.columns, self.rows, self.matrices
+    def dims(self) -> tuple[int, ...]:
+        if self.matrices:
+            return self.columns, self.rows, self.matrices
+        return self.columns, _RUN_END, self.rows + 1, _RUN_END + 1
 
     @property
-    def strides(self) -> tuple[int, int]:
-        return self.row_bytes, self.matrix_bytes
+    def strides(self) -> tuple[int, ...]:
+        if self.matrices:
+            return self.row_bytes, self.matrix_bytes
+        return self.row_bytes, self.row_bytes, 2**64 // _RUN_END - self.row_bytes
 
     @property
-    def box(self) -> tuple[int, int, int]:
-        return self.box_columns, self.box_rows, 1
+    def box(self) -> tuple[int, ...]:
+        return self.box_columns, self.box_rows, *(1,) * (len(self.dims) - 2)
 
     def check(self) -> None:
         """Raises `InternalError` if address or distances are not multiples of 16 bytes."""
@@ -146,18 +152,19 @@ def encode_tensor_map(boxes: TensorBoxes) -> bytes:
     if not boxes.rows:
         return bytes(128)
     boxes.check()
+    rank = len(boxes.dims)
     # Not through the bindings: the driver wants the map aligned to 64 bytes, and theirs lies anywhere.
     buffer = ctypes.create_string_buffer(128 + _BUFFER_ALIGNMENT)
     base = -ctypes.addressof(buffer) % _BUFFER_ALIGNMENT
     code = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
         ctypes.c_void_p(ctypes.addressof(buffer) + base),
         ctypes.c_int(boxes.data_type),
-        ctypes.c_uint32(3),
+        ctypes.c_uint32(rank),
         ctypes.c_void_p(boxes.address),
-        (ctypes.c_uint64 * 3)(*boxes.dims),
-        (ctypes.c_uint64 * 2)(*boxes.strides),
-        (ctypes.c_uint32 * 3)(*boxes.box),
-        (ctypes.c_uint32 * 3)(1, 1, 1),
+        (ctypes.c_uint64 * rank)(*boxes.dims),
+        (ctypes.c_uint64 * (rank - 1))(*boxes.strides),
+        (ctypes.c_uint32 * rank)(*boxes.box),
+        (ctypes.c_uint32 * rank)(*(1,) * rank),
         ctypes.c_int(0),  # not interleaved
         ctypes.c_int(_SWIZZLES[boxes.box_columns]),
         ctypes.c_int(_PROMOTE_256B),

@@ -334,19 +334,11 @@ class _Boxes:
         return cls(map.columns, map.rows, map.matrices, map.box_columns, map.box_rows, number, stacked)
 
     def __call__(self, tensor: torch.Tensor) -> driver.TensorBoxes:
-        rows = self.rows or tensor.shape[0]
         row_bytes = 2 * tensor.stride(1 if self.stacked else 0)
-        boxes = driver.TensorBoxes(
-            tensor.data_ptr(),
-            self.columns,
-            rows,
-            self.matrices,
-            row_bytes,
-            rows * row_bytes if self.matrices == 1 else 2 * tensor.stride(0),
-            self.box_columns,
-            self.box_rows,
-            self.data_type,
-        )
+        rows, matrices = self.rows or tensor.shape[0], self.matrices if self.rows else 0
+        matrix_bytes = (rows * row_bytes if matrices == 1 else 2 * tensor.stride(0)) if matrices else 0
+        distances, box = (row_bytes, matrix_bytes), (self.box_columns, self.box_rows)
+        boxes = driver.TensorBoxes(tensor.data_ptr(), self.columns, rows, matrices, *distances, *box, self.data_type)
         boxes.check()
         return boxes
 

@@ -23,7 +23,8 @@ Run = Callable[..., np.ndarray]
 
 @dataclass(frozen=True)
 class Map:
-    """A tensor map of an input [matrices, rows, columns] of 16-bit elements, whose rows and matrices lie apart."""
+    """A tensor map of an input [matrices, rows, columns] of 16-bit elements, whose rows and matrices lie apart; of one
+    of rows, if it has no matrices."""
 
     input: int
     columns: int

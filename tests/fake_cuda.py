@@ -29,22 +29,23 @@ class Map(ctypes.Structure):
 
     _fields_ = [
         ("address", ctypes.c_uint64),
-        ("dims", ctypes.c_uint64 * 3),
-        ("strides", ctypes.c_uint64 * 2),
-        ("box", ctypes.c_uint32 * 3),
-        ("element_strides", ctypes.c_uint32 * 3),
+        ("dims", ctypes.c_uint64 * 4),
+        ("strides", ctypes.c_uint64 * 3),
+        ("box", ctypes.c_uint32 * 4),
+        ("element_strides", ctypes.c_uint32 * 4),
         ("type", ctypes.c_uint32),
         ("rank", ctypes.c_uint32),
         ("interleave", ctypes.c_uint32),
         ("swizzle", ctypes.c_uint32),
         ("promotion", ctypes.c_uint32),
         ("fill", ctypes.c_uint32),
-        ("unused", ctypes.c_uint64 * 4),
+        ("unused", ctypes.c_uint64),
     ]
 
     def shape(self) -> tuple[int, ...]:
         """Dimensions, strides in bytes, box, type."""
-        return (*self.dims, *self.strides, *self.box, self.type)
+        n = self.rank
+        return (*self.dims[:n], *self.strides[: n - 1], *self.box[:n], self.type)
 
 
 class _Record(ctypes.Structure):

@@ -25,9 +25,9 @@ static int kernel_count;
 
 // What a tensor map was encoded from, in the place of what the driver makes of it.
 typedef struct {
-  uint64_t address, dims[3], strides[2];
-  uint32_t box[3], element_strides[3], type, rank, interleave, swizzle, promotion, fill;
-  uint64_t unused[4];
+  uint64_t address, dims[4], strides[3];
+  uint32_t box[4], element_strides[4], type, rank, interleave, swizzle, promotion, fill;
+  uint64_t unused;
 } Map;
 _Static_assert(sizeof(Map) == 128, "the size of CUtensorMap");
 
@@ -120,12 +120,12 @@ Result cuTensorMapEncodeTiled(void* encoded, int type, uint32_t rank, void* addr
   Map map = {(uint64_t)(uintptr_t)address};
   if (!depth) return 201;
   if (encode_failure) return encode_failure;
-  if ((uintptr_t)encoded % 64 || rank != 3 || !address || (uintptr_t)address % 16) return 1;
-  for (int i = 0; i < 3; ++i) {
+  if ((uintptr_t)encoded % 64 || rank < 3 || rank > 4 || !address || (uintptr_t)address % 16) return 1;
+  for (uint32_t i = 0; i < rank; ++i) {
     if (!dims[i] || dims[i] > 1ull << 32 || !box[i] || box[i] > 256 || element_strides[i] != 1) return 1;
     map.dims[i] = dims[i], map.box[i] = box[i], map.element_strides[i] = element_strides[i];
   }
-  for (int i = 0; i < 2; ++i) {
+  for (uint32_t i = 0; i < rank - 1; ++i) {
     if (strides[i] % 16 || strides[i] >= 1ull << 40) return 1;
     map.strides[i] = strides[i];
   }

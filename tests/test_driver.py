@@ -268,8 +268,8 @@ print(json.dumps([len(set(encoded)), encoded[0].hex(), empty.hex(), before, *sai
     )
     assert found[0] == 1
     #  address, dimensions and strides; box, element strides, bf16, rank 3, interleave, swizzle, promotion, fill
-    words = struct.unpack("=6Q12I", bytes.fromhex(found[1])[: 6 * 8 + 12 * 4])
-    assert words == (0x10020, 72, 5, 3, 160, 960, 64, 128, 1, 1, 1, 1, 9, 3, 0, 3, 3, 0)
+    words = struct.unpack("=8Q14I", bytes.fromhex(found[1])[: 8 * 8 + 14 * 4])
+    assert words == (0x10020, 72, 5, 3, 0, 160, 960, 0, 64, 128, 1, 0, 1, 1, 1, 0, 9, 3, 0, 3, 3, 0)
     assert bytes.fromhex(found[2]) == bytes(128)
     assert "CUDA_ERROR_INVALID_CONTEXT" in found[3]
     what = ("address {}, dimensions (72, 5, 3), strides of ({}, {}) bytes", "boxes (64, {}, 1) and data type 9")

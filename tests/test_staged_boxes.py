@@ -49,7 +49,7 @@ extern "C" __global__ void staged_boxes(const float* x, __nv_bfloat16* y, int ro
       for (int output = 0; output < OUTPUTS; ++output) {
         const int at = column + output * COLUMNS;
         if (at >= columns) continue;
-        staged.store(output, map, at, first, 0, rows - first, columns - at, y + first * columns + at, columns);
+        STORE;
       }
       staged.sent();
     }
@@ -59,15 +59,30 @@ extern "C" __global__ void staged_boxes(const float* x, __nv_bfloat16* y, int ro
 """
 
 
-def leave(run: Run, form: tuple[int, int, int], rows: int, columns: int, **options: object) -> None:
+# By what map they leave: of a matrix that has so many rows, or of rows that go on after these.
+STORES = {
+    "matrix": "staged.store(output, map, at, first, 0)",
+    "rows": "staged.store_rows(output, map, at, BEFORE + first, moesaic::smaller(64, rows - first))",
+}
+BEFORE = 3  # rows
+
+
+def leave(
+    run: Run, form: tuple[int, int, int], rows: int, columns: int, *, into: str = "rows", **options: object
+) -> None:
     """Runs a kernel for boxes of so many columns, outputs and buffers, and checks what arrives."""
     width, outputs, buffers = form
-    names = {"COLUMNS": width, "OUTPUTS": outputs, "BUFFERS": buffers}
-    source = re.sub("|".join(names), lambda name: str(names[name[0]]), KERNEL)
+    names = {"STORE": STORES[into].replace("BEFORE", str(BEFORE))}
+    names |= {"COLUMNS": str(width), "OUTPUTS": str(outputs), "BUFFERS": str(buffers)}
+    source = re.sub("|".join(names), lambda name: names[name[0]], KERNEL)
     rng = np.random.default_rng((rows, columns))
     bits, x = stored(rng.standard_normal((rows, columns)), "bf16")
-    y = np.full((rows + MORE_ROWS, columns), 0x7FFF, np.uint16)
-    map = Map(1, columns, rows + MORE_ROWS, 1, 2 * columns, 2 * columns * len(y), 64, box_columns=width)
+    first = {"matrix": 0, "rows": BEFORE}[into]
+    y = np.full((first + rows + MORE_ROWS, columns), 0x7FFF, np.uint16)
+    if into == "matrix":
+        map = Map(1, columns, rows, 1, 2 * columns, 2 * columns * rows, 64, box_columns=width)
+    else:
+        map = Map(1, columns, len(y), 0, 2 * columns, 0, 64, box_columns=width)
     shared = 1024 + 2 * outputs * buffers * 64 * 2 * width
     found = run(
         source,
@@ -80,8 +95,9 @@ def leave(run: Run, form: tuple[int, int, int], rows: int, columns: int, **optio
         maps=[map],
         **options,
     )
-    np.testing.assert_array_equal(found[:rows], bits)
-    np.testing.assert_array_equal(found[rows:], 0x7FFF)
+    np.testing.assert_array_equal(found[first : first + rows], bits)
+    np.testing.assert_array_equal(found[:first], 0x7FFF)
+    np.testing.assert_array_equal(found[first + rows :], 0x7FFF)
 
 
 def in_some_orders(source: str, name: str, inputs: list[np.ndarray], out: np.ndarray, *args: object, **options: object):
@@ -104,9 +120,11 @@ def on_hopper(*args: object, **options: object) -> np.ndarray:
     ],
 )
 @pytest.mark.parametrize("form", [(64, 1, 2), (64, 2, 1), (32, 3, 1), (32, 1, 2)])
-def test_boxes_leave(run: Run, form: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize("into", STORES)
+def test_boxes_leave(run: Run, into: str, form: tuple[int, int, int]) -> None:
+    """No row is written but those that boxes have."""
     for rows, columns in ((64, 64), (67, 200), (300, 72), (1, 8), (192, 104)):
-        leave(run, form, rows, columns)
+        leave(run, form, rows, columns, into=into)
 
 
 # What is deleted, and what an order of lanes then finds.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from types import SimpleNamespace
 
@@ -16,52 +17,42 @@ from moesaic.runtime.emulator import build
 from moesaic.runtime.plan import BufferSpec, Input, LaunchPlan, Step
 
 # Every box of the operand, one a block, as it lies in shared memory but for the swizzle; zeros where there are no rows.
-SOURCE = """#include "moesaic/tensor_map.cuh"
+# By a map of rows, those of the run that ends before row END, from 0 on.
+SOURCE = """#include "moesaic/boxes.cuh"
 
 constexpr int kBoxRows = BOX_ROWS, kAcross = ACROSS, kDown = DOWN;  // kDown: boxes in a matrix, from its first row
+constexpr int kEnd = END;
 
 extern "C" __global__ void __launch_bounds__(64)
     boxes(const __grid_constant__ moesaic::TensorMap map, unsigned short* __restrict__ out, long long tokens) {
+  MOESAIC_DYNAMIC_SHARED(unsigned char, shared);
+  __shared__ moesaic::Mbarrier arrived;
+  const size_t misaligned = reinterpret_cast<size_t>(__cvta_generic_to_shared(shared)) % 1024;
+  auto* const box = reinterpret_cast<unsigned short*>(shared + (1024 - misaligned) % 1024);
+  const int thread = static_cast<int>(threadIdx.x);
   const int column = static_cast<int>(blockIdx.x) % kAcross * 64;
   const int row = static_cast<int>(blockIdx.x) / kAcross % kDown * kBoxRows;
   const int matrix = static_cast<int>(blockIdx.x) / kAcross / kDown;
   out += static_cast<long long>(blockIdx.x) * (kBoxRows * 64);
-#ifdef MOESAIC_EMULATE
-  if (threadIdx.x == 0 && (map.box_columns != 64 || map.box_rows != kBoxRows)) __trap();
-  const long long c = column + static_cast<int>(threadIdx.x);
-  for (int i = 0; i < kBoxRows; ++i) {
-    const unsigned char* at = map.address + matrix * map.matrix_bytes + (row + i) * map.row_bytes + c * 2;
-    const bool inside = c < map.columns && row + i < map.rows && matrix < map.matrices;
-    moesaic::store_one(out + i * 64 + threadIdx.x,
-                       inside ? moesaic::load_one(reinterpret_cast<const unsigned short*>(at)) : (unsigned short)0);
-  }
-#else
-  __shared__ alignas(1024) unsigned short box[kBoxRows * 64];
-  __shared__ alignas(8) unsigned long long arrived;
-  const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(box));
-  const unsigned barrier = static_cast<unsigned>(__cvta_generic_to_shared(&arrived));
   if (tokens == 0) {
-    for (int i = 0; i < kBoxRows; ++i) out[i * 64 + threadIdx.x] = 0;
+    for (int i = 0; i < kBoxRows; ++i) moesaic::store_one(out + i * 64 + thread, (unsigned short)0);
     return;
   }
-  if (threadIdx.x == 0) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier));
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
-                 ::"r"(barrier), "r"(kBoxRows * 128) : "memory");
-    asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];"
-        ::"r"(to), "l"(&map), "r"(barrier), "r"(column), "r"(row), "r"(matrix) : "memory");
+  if (thread == 0) {
+    moesaic::mbarrier_init(&arrived, 1);
+    moesaic::mbarrier_ready();
+    moesaic::mbarrier_arrive_and_expect(&arrived, kBoxRows * 128);
+    if (kEnd < 0) {
+      moesaic::copy_box(box, map, column, row, matrix, &arrived);
+    } else {
+      moesaic::copy_rows(box, map, column, row, row < kEnd ? moesaic::smaller(kBoxRows, kEnd - row) : 0, &arrived);
+    }
   }
   __syncthreads();
-  asm volatile("{ .reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], 0; @!done bra again; }"
-               ::"r"(barrier) : "memory");
+  moesaic::mbarrier_wait(&arrived, 0);
   for (int i = 0; i < kBoxRows; ++i) {
-    const int chunk = static_cast<int>(threadIdx.x) / 8 ^ (i & 7);
-    out[i * 64 + threadIdx.x] = box[i * 64 + chunk * 8 + threadIdx.x % 8];
+    moesaic::store_one(out + i * 64 + thread, box[i * 64 + (thread / 8 ^ (i & 7)) * 8 + thread % 8]);
   }
-#endif
 }
 """
 
@@ -69,13 +60,22 @@ BACKENDS = [pytest.param("emulate", marks=pytest.mark.emulate), pytest.param("cu
 backends = pytest.mark.parametrize("backend", BACKENDS)
 
 
-def boxes_of(operand: torch.Tensor, map: TensorMap, most_rows: int, backend: str) -> torch.Tensor:
-    """Every box of an operand with up to so many rows: [matrices, down, across, box_rows, 64]."""
+def text_of(map: TensorMap, across: int, down: int, end: int) -> str:
+    names = {"BOX_ROWS": map.box_rows, "ACROSS": across, "DOWN": down, "END": -1 if map.rows else end}
+    return re.sub(r"\b(?:" + "|".join(names) + r")\b", lambda name: str(names[name[0]]), SOURCE)
+
+
+def boxes_of(
+    operand: torch.Tensor, map: TensorMap, most_rows: int, backend: str, end: int | None = None
+) -> torch.Tensor:
+    """Every box of an operand with up to so many rows: [matrices, down, across, box_rows, 64]; of one of rows, of those
+    before `end`."""
     across, down = -(-map.columns // 64), max(1, -(-most_rows // map.box_rows))
     blocks = map.matrices * down * across
-    source = SOURCE.replace("BOX_ROWS", str(map.box_rows)).replace("ACROSS", str(across)).replace("DOWN", str(down))
+    source = text_of(map, across, down, operand.shape[0] if end is None else end)
     arguments = (Argument("tensor_map", 0, map), Argument("pointer", 1), Argument("tokens"))
-    kernel = GeneratedKernel("boxes", source, arguments, 64, 0, "fixed", blocks)
+    shared = 1024 + map.box_rows * 128
+    kernel = GeneratedKernel("boxes", source, arguments, 64, 0, "fixed", blocks, shared_bytes=shared)
     dtype = DType.BF16 if operand.dtype == torch.bfloat16 else DType.F16
     stacked = operand.dim() == 3
     types = (
@@ -98,11 +98,11 @@ def boxes_of(operand: torch.Tensor, map: TensorMap, most_rows: int, backend: str
     return out.view(map.matrices, down, across, map.box_rows, 64)
 
 
-def expected(operand: torch.Tensor, map: TensorMap, most_rows: int) -> torch.Tensor:
+def expected(operand: torch.Tensor, map: TensorMap, most_rows: int, end: int | None = None) -> torch.Tensor:
     across, down = -(-map.columns // 64), max(1, -(-most_rows // map.box_rows))
     matrices = operand if operand.dim() == 3 else operand[None]
     padded = operand.new_zeros(map.matrices, down * map.box_rows, across * 64)
-    rows = map.rows or operand.shape[0]
+    rows = map.rows or (operand.shape[0] if end is None else end)
     padded[:, :rows, : map.columns] = matrices[: map.matrices, :rows, : map.columns]
     return padded.view(map.matrices, down, map.box_rows, across, 64).transpose(2, 3)
 
@@ -123,6 +123,15 @@ def test_rows_of_tokens(tokens: int, name: str, backend: str) -> None:
         assert torch.equal(boxes_of(operand, map, tokens, backend), expected(operand, map, tokens))
     else:
         assert not boxes_of(operand, map, tokens, backend).any()
+
+
+@backends
+@pytest.mark.parametrize("box_rows", [16, 48, 128])
+def test_rows_of_others_come_as_zeros(box_rows: int, backend: str) -> None:
+    """Of those that follow a run, a box has none, wherever the run ends."""
+    operand, map = drawn((150, 72), torch.bfloat16, backend), TensorMap(72, 0, 1, box_rows)
+    for end in (0, 1, 15, 16, 63, 64, 100, 149):
+        assert torch.equal(boxes_of(operand, map, 150, backend, end), expected(operand, map, 150, end))
 
 
 @backends
@@ -159,7 +168,9 @@ def test_matrices_apart(matrices: int, backend: str) -> None:
 def test_address_and_strides_are_multiples_of_16_bytes() -> None:
     wide = drawn((8, 100), torch.bfloat16, "emulate")
     for operand in (wide[:, :64], drawn((8, 72), torch.bfloat16, "emulate")[:, 1:65]):
-        with pytest.raises(InternalError, match=r"multiples of 16 bytes: it has address 0x.*, dimensions \(64, 8, 1\)"):
+        with pytest.raises(
+            InternalError, match=r"multiples of 16 bytes: it has address 0x.*, dimensions \(64, 1073741824, 9, "
+        ):
             boxes_of(operand, TensorMap(64, 0, 1, 8), 8, "emulate")
 
 
@@ -174,7 +185,7 @@ def test_the_operand_of_a_map_is_a_buffer() -> None:
 @pytest.mark.emulate
 def test_the_struct_is_of_128_bytes() -> None:
     include = execute.nvrtc.helper_include_dirs()
-    text = SOURCE.replace("BOX_ROWS", "8").replace("ACROSS", "1").replace("DOWN", "1")
+    text = text_of(TensorMap(64, 0, 1, 8), 1, 1, 8)
     assert build(text, "boxes", include).parameters == ("s128", "p8", "i8")
 
 
@@ -183,7 +194,7 @@ def test_the_copy_engine_is_told_by_address() -> None:
     """The kernel for a GPU compiles, and copies nothing of the map to its own memory."""
     from moesaic.codegen.target import Target
 
-    text = SOURCE.replace("BOX_ROWS", "8").replace("ACROSS", "1").replace("DOWN", "1")
+    text = text_of(TensorMap(64, 0, 1, 8), 1, 1, 8)
     compiled = execute.nvrtc.compile_source(text, name="boxes", target=Target.parse("sm_90a"))
     assert (compiled.resources.stack_bytes, compiled.resources.spill_store_bytes) == (0, 0)
 

@@ -116,7 +116,7 @@ SMALL_MMA = Case("MmaTile", "bf16", 64, 128, 32, 3, 1, False, True, 16, 16, 128)
 SMALL_WGMMA = Case("WgmmaTile", "bf16", 128, 64, 64, 3, 1, False, True, 16, 16, 384, "lines", "boxes")
 SMALL_PINGPONG = dataclasses.replace(SMALL_WGMMA, m=64, pingpong=True)
 SMALL_PAIR = Case("WgmmaTile", "bf16", 64, 128, 64, 3, 1, False, True, 16, 16, 256, "boxes", "shared")
-SMALL_TOKENS = Case("WgmmaTile", "bf16", 64, 64, 64, 3, 1, True, True, 16, 16, 256, "tokens", "boxes+lines")
+SMALL_TOKENS = Case("WgmmaTile", "bf16", 64, 64, 64, 3, 1, True, True, 16, 16, 256, "tokens", "boxes+rows")
 DONE = "__syncthreads(); // whoever used shared memory before is done with it"
 COPIES_THERE = "copy_wait<Shape::kStages - 2>();"
 COPIED = "mbarrier_arrive_after_copies(full(stage_));"

@@ -38,22 +38,24 @@ _WAYS = (
     (64, 64, 4, 1, 256, "", "boxes", "lines"),
     (64, 128, 2, 1, 256, "right", "boxes", "shared"),
     (64, 64, 3, 2, 256, "right", "lines", "shared"),
-    (64, 64, 2, 2, 256, "right", "lines", "boxes+lines"),
+    (64, 64, 2, 1, 256, "right", "lines", "boxes+rows"),
+    (128, 64, 3, 1, 384, "", "boxes+rows", "shared"),
+    (64, 64, 3, 2, 256, "", "shared+rows", "boxes"),
+    (64, 128, 2, 1, 256, "", "lines", "boxes+rows"),
     (64, 128, 3, 1, 256, "right", "shared", "boxes"),
     (128, 64, 3, 1, 384, "left", "shared", "lines"),
     (64, 64, 3, 1, 256, "left", "boxes", "boxes"),
-    (64, 64, 2, 1, 256, "left", "boxes+lines", "lines"),
-    (128, 128, 3, 1, 256, "both", "boxes", "shared"),
-    (64, 128, 3, 1, 256, "both", "lines", "shared+lines"),
-    (128, 64, 2, 1, 256, "both", "shared+lines", "lines"),
-    (64, 64, 3, 1, 256, "both", "boxes+lines", "lines"),
+    (64, 64, 2, 1, 256, "left", "boxes+rows", "lines"),
+    (128, 128, 3, 1, 256, "both", "boxes+rows", "shared+rows"),
+    (64, 128, 3, 1, 256, "both", "lines", "shared+rows"),
+    (128, 64, 2, 1, 256, "both", "shared+rows", "lines"),
+    (64, 64, 3, 1, 256, "both", "boxes+rows", "lines"),
     (64, 64, 3, 1, 384, "", "lines", "boxes"),
     (64, 64, 2, 2, 384, "right", "boxes", "shared"),
-    (64, 128, 3, 1, 384, "both", "lines", "shared+lines"),
-    (64, 128, 3, 1, 256, "both", "tokens", "shared+lines"),
-    (128, 64, 4, 1, 256, "both", "shared+lines", "tokens"),
-    (64, 64, 2, 1, 256, "both", "boxes+lines", "tokens"),
-    (64, 128, 3, 1, 256, "both", "tokens", "shared+lines"),
+    (64, 128, 3, 1, 384, "both", "lines", "shared+rows"),
+    (64, 128, 3, 1, 256, "both", "tokens", "shared+rows"),
+    (128, 64, 4, 1, 256, "both", "shared+rows", "tokens"),
+    (64, 64, 2, 1, 256, "both", "boxes+rows", "tokens"),
     (64, 64, 3, 1, 256, "left", "tokens", "boxes"),
     (64, 64, 3, 1, 384, "both", "tokens", "lines"),
     (128, 128, 4, 1, 384, "right", "lines", "tokens"),
@@ -96,8 +98,8 @@ def test_wgmma_tiles_fetched_by_the_copy_engine(run: Run, case: Case) -> None:
 
 
 @hopper_too
-@pytest.mark.parametrize("case", [case for case in BOXED if "+lines" in case.ways_apart], ids=str)
-def test_rows_after_the_sum_are_not_multiplied(run: Run, case: Case) -> None:
+@pytest.mark.parametrize("case", [case for case in BOXED if "+rows" in case.ways_apart], ids=str)
+def test_rows_of_others_are_not_multiplied(run: Run, case: Case) -> None:
     """Not with zeros either: they are another's, and may be infinite."""
     alike = [c for c in BOXED if (c.dtype, c.paired) == (case.dtype, case.paired)]
     for depth in (8, 24, 40, 56, 64, 72, 104, 128, 184):

@@ -64,7 +64,7 @@ class Case:
     right_align: int
     threads: int
     # Of a WgmmaTile: lines, tokens (lines by numbers in memory, all of which are there), boxes, shared (boxes of a pair
-    # of blocks); "+lines": where a stage is not whole.
+    # of blocks); "+rows": by a map of rows.
     left_way: str = "lines"
     right_way: str = "lines"
     pingpong: bool = False
@@ -84,7 +84,6 @@ class Case:
     def shape(self) -> str:
         shape = [self.m, self.n, self.k, self.stages, self.parts, self.left_across, self.right_across]
         shape += [self.left_align, self.right_align, self.threads]
-        shape += [self.left_across and self.right_across and "+lines" in self.ways_apart]
         return f"moesaic::TileShape<{', '.join(str(int(x)) for x in shape)}>"
 
     @property
@@ -93,7 +92,7 @@ class Case:
         names = {"lines": "kLines", "tokens": "kLines", "boxes": "kBoxes", "shared": "kShared"}
 
         def text(way: str, rows: int) -> str:
-            name = names[way.removesuffix("+lines")]
+            name = names[way.removesuffix("+rows")]
             return f"Way<moesaic::Fetch::{name}, {int('+' in way)}, {rows}, {int(way == 'tokens')}>"
 
         return ", ".join(map(text, (self.left_way, self.right_way), self.box_rows))
@@ -247,10 +246,10 @@ FETCHING_KERNEL = (
 using moesaic::Fetch;
 using moesaic::TensorMap;
 
-template <Fetch kHow_, bool kRest_, int kBoxRows_, bool kTokens_>
+template <Fetch kHow_, bool kOfRows_, int kBoxRows_, bool kTokens_>
 struct Way {
   static constexpr Fetch kHow = kHow_;
-  static constexpr bool kRest = kRest_;  // a stage that is not whole comes line by line
+  static constexpr bool kOfRows = kOfRows_;
   static constexpr int kBoxRows = kBoxRows_;
   static constexpr bool kTokens = kTokens_;
 };
@@ -269,12 +268,7 @@ __device__ __forceinline__ auto fetched(const TensorMap& map, const Placed& at, 
   } else if constexpr (How::kHow == Fetch::kLines) {
     return lines;
   } else {
-    const moesaic::Boxes<How::kBoxRows> boxes{map, 1, at.first + first, at.step, at.apart};
-    if constexpr (How::kRest) {
-      return moesaic::BoxesAndLines<Lines>{boxes, lines};
-    } else {
-      return boxes;
-    }
+    return moesaic::Boxes<How::kBoxRows, How::kOfRows>{map, 1, at.first + first, at.step, at.apart};
   }
 }
 
@@ -426,26 +420,26 @@ def laid_out(lines: np.ndarray, null: np.ndarray, align: int, rng: np.random.Gen
 def in_boxes(lines: np.ndarray, number: int, case: Case, rng: np.random.Generator) -> Lines:
     """`lines` of bits of operand `number`, one after the other in the second of two matrices, amid NaNs and infinities.
 
-    Of these, some belong to the matrix: those before the operand on either side, and those behind lines that lie across
-    where the last steps come line by line.
+    Of these, some belong to the matrix: those before the operand on either side. In a map of rows, which has no
+    matrices, there are rows behind it, too.
     """
     way = (case.left_way, case.right_way)[number]
     across = (case.left_across, case.right_across)[number]
     parts = 1 if number == 0 else case.parts
     count, length = len(lines) // parts, lines.shape[1]
-    rest = way.endswith("+lines")
-    assert across or not rest
+    of_rows = way.endswith("+rows")
+    assert parts == 1 or not of_rows
     if across:
         first, step = 8, 3
         apart = -(-length // 8) * 8 + 8
         row, column, row_apart, column_apart = step, first, 0, apart
-        matrix_rows, columns = step + count + 9 * rest, first + (parts - 1) * apart + length
+        matrix_rows, columns = step + count + 9 * of_rows, first + (parts - 1) * apart + length
     else:
         first, step, apart = 3, 8, count + 2
         row, column, row_apart, column_apart = first, step, apart, 0
-        matrix_rows, columns = first + (parts - 1) * apart + count + 1, step + length
+        matrix_rows, columns = first + (parts - 1) * apart + count + 1 + 9 * of_rows, step + length
     stride = -(-columns // 8) * 8 + 8
-    start = (matrix_rows + 1) * stride  # there is a row between the matrices
+    start = 0 if of_rows else (matrix_rows + 1) * stride  # there is a row between the matrices
     infinite = 0x7F80 if case.dtype == "bf16" else 0x7C00
     data = filled(start + (matrix_rows - 1) * stride + columns, lines.dtype, 0)
     data[:] = rng.choice(np.array([0x7FFF, infinite, infinite | 0x8000], np.uint16), data.size)
@@ -453,11 +447,9 @@ def in_boxes(lines: np.ndarray, number: int, case: Case, rng: np.random.Generato
         for i, line in enumerate(part):
             data[start + (row + p * row_apart + i) * stride + column + p * column_apart :][:length] = line
     name = {"bf16": "bf16", "half": "f16"}[case.dtype]
-    map = Map(number, columns, matrix_rows, 2, 2 * stride, 2 * start, case.box_rows[number], name)
-    at = np.zeros(1, np.int32)
-    if rest:  # in units of 16 bytes
-        at = (np.arange(count) * stride + np.arange(parts)[:, None] * apart).reshape(-1).astype(np.int32) // 8
-    return Lines(data, at, start + row * stride + column, 8, map, first, step, apart)
+    matrices = 0 if of_rows else 2
+    map = Map(number, columns, matrix_rows, matrices, 2 * stride, 2 * start, case.box_rows[number], name)
+    return Lines(data, np.zeros(1, np.int32), start + row * stride + column, 8, map, first, step, apart)
 
 
 def operand(
@@ -549,7 +541,7 @@ def assert_right(found: Product) -> None:
 def whole(case: Case, m: int, n: int, depth: int) -> tuple[int, int, int]:
     """A size of valid lines of whole units of the alignments, no less than the given one."""
     left, right = (
-        1 if way in ("boxes", "shared") else align // case.size
+        1 if way not in ("lines", "tokens") else align // case.size
         for way, align in ((case.left_way, case.left_align), (case.right_way, case.right_align))
     )
     units = [1, 1, 1]
@@ -629,19 +621,19 @@ def of_rule(
 # another, of narrow weights, with sums of rows; gradients of weights, of an expert and of all tokens.
 DEFAULT_WGMMA = {
     "gathered": of_rule(768, 2, "", "lines", "shared"),
-    "forward": of_rule(2048, 1, "", "boxes", "shared", dtype="half"),
-    "transposed": of_rule(2048, 1, "right", "boxes", "shared"),
+    "forward": of_rule(2048, 1, "", "boxes+rows", "shared", dtype="half"),
+    "transposed": of_rule(2048, 1, "right", "boxes+rows", "shared"),
     "narrow": of_rule(64, 2, "right", "lines", "shared"),
-    "sums": of_rule(2048, 1, "right", "boxes", "shared", tall=True),
-    "wgrad": of_rule(2048, 1, "both", "lines", "shared+lines"),
-    "wgrad_tall": of_rule(2048, 1, "both", "shared+lines", "lines", tall=True),
-    "wgrad_tokens": of_rule(2048, 1, "both", "tokens", "shared+lines"),
-    "wgrad_tokens_tall": of_rule(2048, 1, "both", "shared+lines", "tokens", tall=True),
-    "wgrad_dense": of_rule(2048, 1, "both", "boxes", "shared"),
+    "sums": of_rule(2048, 1, "right", "boxes+rows", "shared", tall=True),
+    "wgrad": of_rule(2048, 1, "both", "lines", "shared+rows"),
+    "wgrad_tall": of_rule(2048, 1, "both", "shared+rows", "lines", tall=True),
+    "wgrad_tokens": of_rule(2048, 1, "both", "tokens", "shared+rows"),
+    "wgrad_tokens_tall": of_rule(2048, 1, "both", "shared+rows", "tokens", tall=True),
+    "wgrad_dense": of_rule(2048, 1, "both", "boxes+rows", "shared+rows"),
     "wgrad_beside": of_rule(2048, 1, "both", "shared", "boxes"),
     "unaligned": of_rule(2048, 1, "", "lines", "lines", align=8),
     "wgrad_unaligned": of_rule(2048, 1, "both", "lines", "lines", align=8),
     "gathered_pingpong": of_rule(768, 2, "", "lines", "shared", tile="pingpong"),
     "transposed_pingpong": of_rule(2048, 1, "right", "boxes", "shared", tile="pingpong"),
-    "wgrad_pingpong": of_rule(2048, 1, "both", "lines", "shared+lines", tile="pingpong"),
+    "wgrad_pingpong": of_rule(2048, 1, "both", "lines", "shared+rows", tile="pingpong"),
 }

@@ -141,7 +141,7 @@ constexpr Kind kKinds[] = {
     {"tensor_map", [](const Call&, int) { return uint64_t(0); }},
 };
 
-// What a tensor map says: `TensorBoxes` of driver.py.
+// What a tensor map says: `TensorBoxes` of driver.py. Without matrices, it is a map of rows.
 struct TensorBoxes {
     uint64_t address;
     int64_t columns, rows, matrices, row_bytes, matrix_bytes, box_columns, box_rows, data_type;
@@ -153,10 +153,12 @@ struct Boxes {
     int stacked;
 
     TensorBoxes operator()(const Operand& operand) const {
-        const int64_t count = rows != 0 ? rows : operand.rows;
         const int64_t row_bytes = 2 * (stacked ? operand.inner_stride : operand.row_stride);
-        const int64_t matrix_bytes = matrices == 1 ? count * row_bytes : 2 * operand.row_stride;
-        return {operand.address, columns, count, matrices, row_bytes, matrix_bytes, box_columns, box_rows, data_type};
+        if (rows == 0) {
+            return {operand.address, columns, operand.rows, 0, row_bytes, 0, box_columns, box_rows, data_type};
+        }
+        const int64_t matrix_bytes = matrices == 1 ? rows * row_bytes : 2 * operand.row_stride;
+        return {operand.address, columns, rows, matrices, row_bytes, matrix_bytes, box_columns, box_rows, data_type};
     }
 };
 
@@ -346,12 +348,15 @@ int encode(const Driver& driver, const TensorBoxes& boxes, TensorMap& map) {
         return 0;
     }
     if (((boxes.address | uint64_t(boxes.row_bytes) | uint64_t(boxes.matrix_bytes)) & 15) != 0) return kInvalidValue;
-    const uint64_t dims[] = {uint64_t(boxes.columns), uint64_t(boxes.rows), uint64_t(boxes.matrices)};
-    const uint64_t strides[] = {uint64_t(boxes.row_bytes), uint64_t(boxes.matrix_bytes)};
-    const uint32_t box[] = {uint32_t(boxes.box_columns), uint32_t(boxes.box_rows), 1};
-    const uint32_t every[] = {1, 1, 1};
-    return driver.encode(&map, int(boxes.data_type), 3, reinterpret_cast<void*>(boxes.address), dims, strides, box,
-                         every, /*interleave=*/0, boxes.box_columns == 32 ? kSwizzle64 : kSwizzle128, kPromote256,
+    constexpr uint64_t kRunEnd = 1ull << 30;  // see tensor_map.cuh
+    const bool of_rows = boxes.matrices == 0;
+    const uint64_t columns = uint64_t(boxes.columns), rows = uint64_t(boxes.rows), row_bytes = uint64_t(boxes.row_bytes);
+    const uint64_t dims[] = {columns, of_rows ? kRunEnd : rows, of_rows ? rows + 1 : uint64_t(boxes.matrices), kRunEnd + 1};
+    const uint64_t strides[] = {row_bytes, of_rows ? row_bytes : uint64_t(boxes.matrix_bytes), (1ull << 34) - row_bytes};
+    const uint32_t box[] = {uint32_t(boxes.box_columns), uint32_t(boxes.box_rows), 1, 1};
+    const uint32_t every[] = {1, 1, 1, 1};
+    return driver.encode(&map, int(boxes.data_type), of_rows ? 4 : 3, reinterpret_cast<void*>(boxes.address), dims, strides,
+                         box, every, /*interleave=*/0, boxes.box_columns == 32 ? kSwizzle64 : kSwizzle128, kPromote256,
                          /*fill=*/0);
 }
 

@@ -19,7 +19,7 @@ constexpr int kRowTiles = (kRows + kTileRows - 1) / kTileRows;
 constexpr int kColumnTiles = (kColumns + kTileColumns - 1) / kTileColumns;
 
 using Element = __nv_bfloat16;
-using Shape = moesaic::TileShape<256, 128, 64, 4, 1, true, true, 16, 16, 384, /*kShortFirst=*/true>;
+using Shape = moesaic::TileShape<256, 128, 64, 4, 1, true, true, 16, 16, 384>;
 using Staged = moesaic::StagedColumns<__nv_bfloat16, 64, 1, 2, 64>;
 using Tile = moesaic::SwappedTile<Element, Shape, moesaic::Fetch::kShared, moesaic::Fetch::kLines, Staged::kBytes>;
 static_assert(Tile::kSharedBytes == 230464, "the shared memory that the launch has for a tile");
@@ -32,12 +32,10 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
     const int* __restrict__ saved_counts_ptr,  // [32]
     const int* __restrict__ saved_offsets_ptr,  // [33]
     int* __restrict__ items_taken,  // 0 at first
-    const __nv_bfloat16* __restrict__ in_ptr,  // [M, 2880]
     const __grid_constant__ moesaic::TensorMap in_map,  // [M, 2880]
     const __nv_bfloat16* __restrict__ d_hidden_ptr,  // [T, 2880]
     long long d_hidden_stride,
     const int* __restrict__ saved_tokens_ptr,  // [M]
-    __nv_bfloat16* __restrict__ d_down_proj_ptr,  // [32, 2880, 2880]
     const __grid_constant__ moesaic::TensorMap d_down_proj_map,  // [32, 2880, 2880]
     __nv_bfloat16* __restrict__ d_down_proj_bias_ptr,  // [32, 2880]
     const int* __restrict__ saved_picks_ptr,  // [M]
@@ -73,9 +71,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
       const int slots = next.rows;
       const long long first_slot = next.first_slot;
 
-      const auto left_lines = [&](int k) -> const Element* { return in_ptr + (first_slot + k) * 2880LL + first_row; };
-      const moesaic::BoxesAndLines<decltype(left_lines)> left{
-          moesaic::Boxes<64>{in_map, 0, first_row, static_cast<int>(first_slot), 0}, left_lines};
+      const moesaic::Boxes<64, /*kOfRows=*/true> left{in_map, 0, first_row, static_cast<int>(first_slot), 0};
       const moesaic::TokenRows<Element> right{d_hidden_ptr + first_column, d_hidden_stride,
                                               saved_tokens_ptr + first_slot};
       tile.fetch(left, right, slots, kRows - first_row, kColumns - first_column, true);
@@ -117,10 +113,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
             }
           }
           staged.written();
-          __nv_bfloat16* const d_down_proj_box =
-              d_down_proj_ptr + expert * static_cast<long long>(kRows) * kColumns + row * 2880LL + box_column;
-          staged.store(0, d_down_proj_map, box_column, static_cast<int>(row), expert, valid,
-                       kColumns - box_column, d_down_proj_box, 2880LL);
+          staged.store(0, d_down_proj_map, box_column, static_cast<int>(row), expert);
           staged.sent();
         }
       }

@@ -19,7 +19,7 @@ constexpr int kRowTiles = (kRows + kTileRows - 1) / kTileRows;
 constexpr int kColumnTiles = (kColumns + kTileColumns - 1) / kTileColumns;
 
 using Element = __nv_bfloat16;
-using Shape = moesaic::TileShape<128, 256, 64, 4, 1, true, true, 16, 16, 384, /*kShortFirst=*/true>;
+using Shape = moesaic::TileShape<128, 256, 64, 4, 1, true, true, 16, 16, 384>;
 using Staged = moesaic::StagedBoxes<__nv_bfloat16, 64, 1, 2>;
 using Tile = moesaic::WgmmaTile<Element, Shape, moesaic::Fetch::kLines, moesaic::Fetch::kShared, false, Staged::kBytes>;
 static_assert(Tile::kSharedBytes == 230464, "the shared memory that the launch has for a tile");
@@ -33,11 +33,10 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
     const __nv_bfloat16* __restrict__ x_ptr,  // [T, 2880]
     long long x_stride,
     const int* __restrict__ saved_tokens_ptr,  // [M]
-    const __nv_bfloat16* __restrict__ in_ptr,  // [M, 5760]
     const __grid_constant__ moesaic::TensorMap in_map,  // [M, 5760]
-    __nv_bfloat16* __restrict__ d_gate_up_proj_ptr,  // [32, 2880, 5760]
     const __grid_constant__ moesaic::TensorMap d_gate_up_proj_map,  // [32, 2880, 5760]
-    __nv_bfloat16* __restrict__ d_gate_up_proj_bias_ptr) {  // [32, 5760]
+    __nv_bfloat16* __restrict__ d_gate_up_proj_bias_ptr,  // [32, 5760]
+    const __nv_bfloat16* __restrict__ in_ptr) {  // [M, 5760]
   moesaic::beside_kernels_before();
   moesaic::let_next_kernel_begin();
   MOESAIC_DYNAMIC_SHARED(unsigned char, shared);
@@ -65,11 +64,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
       const long long first_slot = next.first_slot;
 
       const moesaic::TokenRows<Element> left{x_ptr + first_row, x_stride, saved_tokens_ptr + first_slot};
-      const auto right_lines = [&](int /*part*/, int k) -> const Element* {
-        return in_ptr + (first_slot + k) * 5760LL + first_column;
-      };
-      const moesaic::BoxesAndLines<decltype(right_lines)> right{
-          moesaic::Boxes<64>{in_map, 0, first_column, static_cast<int>(first_slot), 0}, right_lines};
+      const moesaic::Boxes<64, /*kOfRows=*/true> right{in_map, 0, first_column, static_cast<int>(first_slot), 0};
       tile.fetch(left, right, slots, kRows - first_row, kColumns - first_column, true);
     }
     if (Tile::asks()) queue.finish(kExperts * kItems);
@@ -110,10 +105,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
             }
           }
           staged.written();
-          __nv_bfloat16* const d_gate_up_proj_box =
-              d_gate_up_proj_ptr + expert * static_cast<long long>(kRows) * kColumns + row * 5760LL + box_column;
-          staged.store(0, d_gate_up_proj_map, box_column, static_cast<int>(row), expert, valid,
-                       kColumns - box_column, d_gate_up_proj_box, 5760LL);
+          staged.store(0, d_gate_up_proj_map, box_column, static_cast<int>(row), expert);
           staged.sent();
         }
       }

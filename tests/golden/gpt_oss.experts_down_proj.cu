@@ -33,7 +33,6 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
     const __grid_constant__ moesaic::TensorMap down_proj_map,  // [32, 2880, 2880]
     const __nv_bfloat16* __restrict__ down_proj_bias_ptr,  // [32, 2880]
     long long down_proj_bias_stride,
-    __nv_bfloat16* __restrict__ outputs_ptr,  // [M, 2880]
     const __grid_constant__ moesaic::TensorMap outputs_map) {  // [M, 2880]
   moesaic::after_kernels_before();
   moesaic::let_next_kernel_begin();
@@ -60,7 +59,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
       const int first_slot = next.first_slot + first_row;
       const int first_column = item.column_tile * kTileColumns;
 
-      const moesaic::Boxes<64> left{activated_map, 0, first_slot, 0, 0};
+      const moesaic::Boxes<64, /*kOfRows=*/true> left{activated_map, 0, first_slot, 0, 0};
       const moesaic::Boxes<64> right{down_proj_map, expert, first_column, 0, 0};
       tile.fetch(left, right, kDepth, moesaic::smaller(kTileRows, rows), kColumns - first_column, item.together);
     }
@@ -111,9 +110,8 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
             }
           }
           staged.written();
-          __nv_bfloat16* const outputs_box = outputs_ptr + row * 2880LL + box_column;
-          staged.store(0, outputs_map, box_column, static_cast<int>(row), 0, valid,
-                       kColumns - box_column, outputs_box, 2880LL);
+          staged.store_rows(0, outputs_map, box_column, static_cast<int>(row),
+                            static_cast<int>(moesaic::at_most(valid, Staged::kRows)));
           staged.sent();
         }
       }

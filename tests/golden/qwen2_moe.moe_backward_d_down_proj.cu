@@ -19,7 +19,7 @@ constexpr int kRowTiles = (kRows + kTileRows - 1) / kTileRows;
 constexpr int kColumnTiles = (kColumns + kTileColumns - 1) / kTileColumns;
 
 using Element = __nv_bfloat16;
-using Shape = moesaic::TileShape<128, 256, 64, 4, 1, true, true, 16, 16, 384, /*kShortFirst=*/true>;
+using Shape = moesaic::TileShape<128, 256, 64, 4, 1, true, true, 16, 16, 384>;
 using Staged = moesaic::StagedBoxes<__nv_bfloat16, 64, 1, 2>;
 using Tile = moesaic::WgmmaTile<Element, Shape, moesaic::Fetch::kLines, moesaic::Fetch::kShared, false, Staged::kBytes>;
 static_assert(Tile::kSharedBytes == 230464, "the shared memory that the launch has for a tile");
@@ -33,9 +33,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
     const __nv_bfloat16* __restrict__ d_hidden_ptr,  // [T, 2048]
     long long d_hidden_stride,
     const int* __restrict__ saved_tokens_ptr,  // [M]
-    const __nv_bfloat16* __restrict__ in_ptr,  // [M, 1408]
     const __grid_constant__ moesaic::TensorMap in_map,  // [M, 1408]
-    __nv_bfloat16* __restrict__ d_down_proj_ptr,  // [60, 2048, 1408]
     const __grid_constant__ moesaic::TensorMap d_down_proj_map) {  // [60, 2048, 1408]
   moesaic::beside_kernels_before();
   moesaic::let_next_kernel_begin();
@@ -64,11 +62,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
       const long long first_slot = next.first_slot;
 
       const moesaic::TokenRows<Element> left{d_hidden_ptr + first_row, d_hidden_stride, saved_tokens_ptr + first_slot};
-      const auto right_lines = [&](int /*part*/, int k) -> const Element* {
-        return in_ptr + (first_slot + k) * 1408LL + first_column;
-      };
-      const moesaic::BoxesAndLines<decltype(right_lines)> right{
-          moesaic::Boxes<64>{in_map, 0, first_column, static_cast<int>(first_slot), 0}, right_lines};
+      const moesaic::Boxes<64, /*kOfRows=*/true> right{in_map, 0, first_column, static_cast<int>(first_slot), 0};
       tile.fetch(left, right, slots, kRows - first_row, kColumns - first_column, true);
     }
     if (Tile::asks()) queue.finish(kExperts * kItems);
@@ -109,10 +103,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
             }
           }
           staged.written();
-          __nv_bfloat16* const d_down_proj_box =
-              d_down_proj_ptr + expert * static_cast<long long>(kRows) * kColumns + row * 1408LL + box_column;
-          staged.store(0, d_down_proj_map, box_column, static_cast<int>(row), expert, valid,
-                       kColumns - box_column, d_down_proj_box, 1408LL);
+          staged.store(0, d_down_proj_map, box_column, static_cast<int>(row), expert);
           staged.sent();
         }
       }

@@ -19,7 +19,7 @@ constexpr int kRowTiles = (kRows + kTileRows - 1) / kTileRows;
 constexpr int kColumnTiles = (kColumns + kTileColumns - 1) / kTileColumns;
 
 using Element = __nv_bfloat16;
-using Shape = moesaic::TileShape<256, 128, 64, 4, 1, true, true, 16, 16, 384, /*kShortFirst=*/true>;
+using Shape = moesaic::TileShape<256, 128, 64, 4, 1, true, true, 16, 16, 384>;
 using Staged = moesaic::StagedColumns<__nv_bfloat16, 64, 1, 2, 64>;
 using Tile = moesaic::SwappedTile<Element, Shape, moesaic::Fetch::kShared, moesaic::Fetch::kLines, Staged::kBytes>;
 static_assert(Tile::kSharedBytes == 230464, "the shared memory that the launch has for a tile");
@@ -30,12 +30,10 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
     const int* __restrict__ counts_ptr,  // [60]
     const int* __restrict__ saved_offsets_ptr,  // [61]
     int* __restrict__ items_taken,  // 0 at first
-    const __nv_bfloat16* __restrict__ in_ptr,  // [M, 2816]
     const __grid_constant__ moesaic::TensorMap in_map,  // [M, 2816]
     const __nv_bfloat16* __restrict__ x_ptr,  // [T, 2048]
     long long x_stride,
     const int* __restrict__ saved_tokens_ptr,  // [M]
-    __nv_bfloat16* __restrict__ d_gate_up_proj_ptr,  // [60, 2816, 2048]
     const __grid_constant__ moesaic::TensorMap d_gate_up_proj_map) {  // [60, 2816, 2048]
   moesaic::beside_kernels_before();
   moesaic::let_next_kernel_begin();
@@ -63,9 +61,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
       const int slots = next.rows;
       const long long first_slot = next.first_slot;
 
-      const auto left_lines = [&](int k) -> const Element* { return in_ptr + (first_slot + k) * 2816LL + first_row; };
-      const moesaic::BoxesAndLines<decltype(left_lines)> left{
-          moesaic::Boxes<64>{in_map, 0, first_row, static_cast<int>(first_slot), 0}, left_lines};
+      const moesaic::Boxes<64, /*kOfRows=*/true> left{in_map, 0, first_row, static_cast<int>(first_slot), 0};
       const moesaic::TokenRows<Element> right{x_ptr + first_column, x_stride, saved_tokens_ptr + first_slot};
       tile.fetch(left, right, slots, kRows - first_row, kColumns - first_column, true);
     }
@@ -106,10 +102,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
             }
           }
           staged.written();
-          __nv_bfloat16* const d_gate_up_proj_box =
-              d_gate_up_proj_ptr + expert * static_cast<long long>(kRows) * kColumns + row * 2048LL + box_column;
-          staged.store(0, d_gate_up_proj_map, box_column, static_cast<int>(row), expert, valid,
-                       kColumns - box_column, d_gate_up_proj_box, 2048LL);
+          staged.store(0, d_gate_up_proj_map, box_column, static_cast<int>(row), expert);
           staged.sent();
         }
       }

@@ -29,7 +29,6 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
     long long tokens,
     const __grid_constant__ moesaic::TensorMap d_hidden_map,  // [T, 2048]
     const __grid_constant__ moesaic::TensorMap in_map,  // [T, 5632]
-    __nv_bfloat16* __restrict__ d_shared_down_proj_ptr,  // [2048, 5632]
     const __grid_constant__ moesaic::TensorMap d_shared_down_proj_map) {  // [2048, 5632]
   moesaic::beside_kernels_before();
   moesaic::let_next_kernel_begin();
@@ -50,8 +49,8 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
       const int slots = static_cast<int>(tokens);
       const long long first_slot = 0;
 
-      const moesaic::Boxes<64> left{d_hidden_map, 0, first_row, static_cast<int>(first_slot), 0};
-      const moesaic::Boxes<64> right{in_map, 0, first_column, static_cast<int>(first_slot), 0};
+      const moesaic::Boxes<64, /*kOfRows=*/true> left{d_hidden_map, 0, first_row, static_cast<int>(first_slot), 0};
+      const moesaic::Boxes<64, /*kOfRows=*/true> right{in_map, 0, first_column, static_cast<int>(first_slot), 0};
       tile.fetch(left, right, slots, kRows - first_row, kColumns - first_column, true);
     }
   } else {
@@ -91,10 +90,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
             }
           }
           staged.written();
-          __nv_bfloat16* const d_shared_down_proj_box =
-              d_shared_down_proj_ptr + expert * static_cast<long long>(kRows) * kColumns + row * 5632LL + box_column;
-          staged.store(0, d_shared_down_proj_map, box_column, static_cast<int>(row), expert, valid,
-                       kColumns - box_column, d_shared_down_proj_box, 5632LL);
+          staged.store(0, d_shared_down_proj_map, box_column, static_cast<int>(row), expert);
           staged.sent();
         }
       }

@@ -29,7 +29,6 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
     long long tokens,
     const __grid_constant__ moesaic::TensorMap in_map,  // [T, 5632]
     const __grid_constant__ moesaic::TensorMap x_map,  // [T, 2048]
-    __nv_bfloat16* __restrict__ d_shared_up_proj_ptr,  // [5632, 2048]
     const __grid_constant__ moesaic::TensorMap d_shared_up_proj_map) {  // [5632, 2048]
   moesaic::beside_kernels_before();
   moesaic::let_next_kernel_begin();
@@ -50,8 +49,8 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
       const int slots = static_cast<int>(tokens);
       const long long first_slot = 0;
 
-      const moesaic::Boxes<64> left{in_map, 0, first_row, static_cast<int>(first_slot), 0};
-      const moesaic::Boxes<64> right{x_map, 0, first_column, static_cast<int>(first_slot), 0};
+      const moesaic::Boxes<64, /*kOfRows=*/true> left{in_map, 0, first_row, static_cast<int>(first_slot), 0};
+      const moesaic::Boxes<64, /*kOfRows=*/true> right{x_map, 0, first_column, static_cast<int>(first_slot), 0};
       tile.fetch(left, right, slots, kRows - first_row, kColumns - first_column, true);
     }
   } else {
@@ -91,10 +90,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
             }
           }
           staged.written();
-          __nv_bfloat16* const d_shared_up_proj_box =
-              d_shared_up_proj_ptr + expert * static_cast<long long>(kRows) * kColumns + row * 2048LL + box_column;
-          staged.store(0, d_shared_up_proj_map, box_column, static_cast<int>(row), expert, valid,
-                       kColumns - box_column, d_shared_up_proj_box, 2048LL);
+          staged.store(0, d_shared_up_proj_map, box_column, static_cast<int>(row), expert);
           staged.sent();
         }
       }

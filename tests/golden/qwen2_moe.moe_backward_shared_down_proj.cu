@@ -61,7 +61,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
       const long long rows = item.idle ? 0 : tokens - first_token;
       const int first_column = item.column_tile * kTileColumns;
 
-      const moesaic::Boxes<32> left{d_hidden_map, 0, static_cast<int>(first_token), 0, 0};
+      const moesaic::Boxes<32, /*kOfRows=*/true> left{d_hidden_map, 0, static_cast<int>(first_token), 0, 0};
       const moesaic::Boxes<64> right{shared_down_proj_map, 0, first_column, 0, 0};
       tile.fetch(left, right, kDepth, static_cast<int>(moesaic::at_most(kTileRows, rows)), kColumns - first_column,
                  item.together);

@@ -29,7 +29,6 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
     long long tokens,
     const __grid_constant__ moesaic::TensorMap in_map,  // [T, 5632]
     const __grid_constant__ moesaic::TensorMap shared_gate_proj_map,  // [5632, 2048]
-    __nv_bfloat16* __restrict__ out_ptr,  // [T, 2048]
     const __grid_constant__ moesaic::TensorMap out_map) {  // [T, 2048]
   moesaic::beside_kernels_before();
   moesaic::let_next_kernel_begin();
@@ -46,7 +45,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
       const long long rows = item.idle ? 0 : tokens - first_token;
       const int first_column = item.column_tile * kTileColumns;
 
-      const moesaic::Boxes<64> left{in_map, 0, static_cast<int>(first_token), 0, 0};
+      const moesaic::Boxes<64, /*kOfRows=*/true> left{in_map, 0, static_cast<int>(first_token), 0, 0};
       const moesaic::Boxes<64> right{shared_gate_proj_map, 0, first_column, 0, 0};
       tile.fetch(left, right, kDepth, static_cast<int>(moesaic::at_most(kTileRows, rows)), kColumns - first_column,
                  item.together);
@@ -90,9 +89,8 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
             }
           }
           staged.written();
-          __nv_bfloat16* const out_box = out_ptr + row * 2048LL + box_column;
-          staged.store(0, out_map, box_column, static_cast<int>(row), 0, valid,
-                       kColumns - box_column, out_box, 2048LL);
+          staged.store_rows(0, out_map, box_column, static_cast<int>(row),
+                            static_cast<int>(moesaic::at_most(valid, Staged::kRows)));
           staged.sent();
         }
       }

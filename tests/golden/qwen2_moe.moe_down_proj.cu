@@ -31,7 +31,6 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
     int* __restrict__ items_taken,  // 0 at first
     const __grid_constant__ moesaic::TensorMap activated_map,  // [M, 1408]
     const __grid_constant__ moesaic::TensorMap down_proj_map,  // [60, 2048, 1408]
-    __nv_bfloat16* __restrict__ outputs_ptr,  // [M, 2048]
     const __grid_constant__ moesaic::TensorMap outputs_map) {  // [M, 2048]
   moesaic::after_kernels_before();
   moesaic::let_next_kernel_begin();
@@ -58,7 +57,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
       const int first_slot = next.first_slot + first_row;
       const int first_column = item.column_tile * kTileColumns;
 
-      const moesaic::Boxes<64> left{activated_map, 0, first_slot, 0, 0};
+      const moesaic::Boxes<64, /*kOfRows=*/true> left{activated_map, 0, first_slot, 0, 0};
       const moesaic::Boxes<128> right{down_proj_map, expert, first_column, 0, 0};
       tile.fetch(left, right, kDepth, moesaic::smaller(kTileRows, rows), kColumns - first_column, item.together);
     }
@@ -105,9 +104,8 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
             }
           }
           staged.written();
-          __nv_bfloat16* const outputs_box = outputs_ptr + row * 2048LL + box_column;
-          staged.store(0, outputs_map, box_column, static_cast<int>(row), 0, valid,
-                       kColumns - box_column, outputs_box, 2048LL);
+          staged.store_rows(0, outputs_map, box_column, static_cast<int>(row),
+                            static_cast<int>(moesaic::at_most(valid, Staged::kRows)));
           staged.sent();
         }
       }

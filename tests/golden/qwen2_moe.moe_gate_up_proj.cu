@@ -34,9 +34,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
     long long x_stride,
     const int* __restrict__ tokens_ptr,  // [M]
     const __grid_constant__ moesaic::TensorMap gate_up_proj_map,  // [60, 2816, 2048]
-    __nv_bfloat16* __restrict__ saved_h_ptr,  // [M, 2816]
     const __grid_constant__ moesaic::TensorMap saved_h_map,  // [M, 2816]
-    __nv_bfloat16* __restrict__ activated_ptr,  // [M, 1408]
     const __grid_constant__ moesaic::TensorMap activated_map) {  // [M, 1408]
   moesaic::after_kernels_before();
   moesaic::let_next_kernel_begin();
@@ -122,15 +120,12 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
             }
           }
           staged.written();
-          __nv_bfloat16* const saved_h_box = saved_h_ptr + row * 2816LL + box_column;
-          staged.store(0, saved_h_map, box_column, static_cast<int>(row), 0, valid,
-                       kColumns - box_column, saved_h_box, 2816LL);
-          __nv_bfloat16* const saved_h_box2 = saved_h_ptr + row * 2816LL + kColumns + box_column;
-          staged.store(1, saved_h_map, kColumns + box_column, static_cast<int>(row), 0, valid,
-                       kColumns - box_column, saved_h_box2, 2816LL);
-          __nv_bfloat16* const activated_box = activated_ptr + row * 1408LL + box_column;
-          staged.store(2, activated_map, box_column, static_cast<int>(row), 0, valid,
-                       kColumns - box_column, activated_box, 1408LL);
+          staged.store_rows(0, saved_h_map, box_column, static_cast<int>(row),
+                            static_cast<int>(moesaic::at_most(valid, Staged::kRows)));
+          staged.store_rows(1, saved_h_map, kColumns + box_column, static_cast<int>(row),
+                            static_cast<int>(moesaic::at_most(valid, Staged::kRows)));
+          staged.store_rows(2, activated_map, box_column, static_cast<int>(row),
+                            static_cast<int>(moesaic::at_most(valid, Staged::kRows)));
           staged.sent();
         }
       }

@@ -29,9 +29,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
     long long tokens,
     const __grid_constant__ moesaic::TensorMap x_map,  // [T, 2048]
     const __grid_constant__ moesaic::TensorMap shared_gate_proj_map,  // [5632, 2048]
-    __nv_bfloat16* __restrict__ out_ptr,  // [T, 5632]
     const __grid_constant__ moesaic::TensorMap out_map,  // [T, 5632]
-    __nv_bfloat16* __restrict__ saved_shared_h_gate_ptr,  // [T, 5632]
     const __grid_constant__ moesaic::TensorMap saved_shared_h_gate_map) {  // [T, 5632]
   moesaic::beside_kernels_before();
   moesaic::let_next_kernel_begin();
@@ -48,7 +46,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
       const long long rows = item.idle ? 0 : tokens - first_token;
       const int first_column = item.column_tile * kTileColumns;
 
-      const moesaic::Boxes<64> left{x_map, 0, static_cast<int>(first_token), 0, 0};
+      const moesaic::Boxes<64, /*kOfRows=*/true> left{x_map, 0, static_cast<int>(first_token), 0, 0};
       const moesaic::Boxes<128> right{shared_gate_proj_map, 0, first_column, 0, 0};
       tile.fetch(left, right, kDepth, static_cast<int>(moesaic::at_most(kTileRows, rows)), kColumns - first_column,
                  item.together);
@@ -97,12 +95,10 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
             }
           }
           staged.written();
-          __nv_bfloat16* const out_box = out_ptr + row * 5632LL + box_column;
-          staged.store(0, out_map, box_column, static_cast<int>(row), 0, valid,
-                       kColumns - box_column, out_box, 5632LL);
-          __nv_bfloat16* const saved_shared_h_gate_box = saved_shared_h_gate_ptr + row * 5632LL + box_column;
-          staged.store(1, saved_shared_h_gate_map, box_column, static_cast<int>(row), 0, valid,
-                       kColumns - box_column, saved_shared_h_gate_box, 5632LL);
+          staged.store_rows(0, out_map, box_column, static_cast<int>(row),
+                            static_cast<int>(moesaic::at_most(valid, Staged::kRows)));
+          staged.store_rows(1, saved_shared_h_gate_map, box_column, static_cast<int>(row),
+                            static_cast<int>(moesaic::at_most(valid, Staged::kRows)));
           staged.sent();
         }
       }

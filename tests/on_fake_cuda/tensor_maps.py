@@ -40,6 +40,12 @@ def _map(operand: int, *sizes: int, element: str = "bf16") -> Argument:
     return Argument("tensor_map", operand, TensorMap(*sizes, element=element))
 
 
+def _of_rows(columns: int, rows: int, row_bytes: int) -> tuple[int, ...]:
+    """Dimensions and strides of a map of rows; see ``tensor_map.cuh``."""
+    ends = 2**30
+    return columns, ends, rows + 1, ends + 1, row_bytes, row_bytes, 2**34 - row_bytes
+
+
 def test_tensor_maps_say_where_operands_lie(native: Any) -> None:
     for name, shape in (("stacked", (8, 40, 136)), ("alone", (1, 40, 136))):
         prepared = _mapped(
@@ -65,13 +71,13 @@ def test_tensor_maps_say_where_operands_lie(native: Any) -> None:
             assert workspace.shape() == (72, 24, 3, 72 * 2, 24 * 72 * 2, 64, 256, 1, 6)
             if tokens:
                 assert (rows.address, made.address) == (x.data_ptr(), results[0].data_ptr())
-                assert rows.shape() == (264, tokens, 1, 272 * 2, tokens * 272 * 2, 64, 128, 1, 9)
-                assert made.shape() == (64, tokens, 1, 64 * 2, tokens * 64 * 2, 64, 8, 1, 9)
+                assert rows.shape() == (*_of_rows(264, tokens, 272 * 2), 64, 128, 1, 1, 9)
+                assert made.shape() == (*_of_rows(64, tokens, 64 * 2), 64, 8, 1, 1, 9)
             else:  # nothing to find, all zero
                 assert bytes(rows) == bytes(made) == bytes(128)
-            for map in (weights, workspace):
-                assert (map.rank, map.interleave, map.swizzle, map.promotion, map.fill) == (3, 0, 3, 3, 0)
-                assert tuple(map.element_strides) == (1, 1, 1)
+            for map, rank in ((weights, 3), (workspace, 3), *([(rows, 4), (made, 4)] if tokens else [])):
+                assert (map.rank, map.interleave, map.swizzle, map.promotion, map.fill) == (rank, 0, 3, 3, 0)
+                assert tuple(map.element_strides[:rank]) == (1,) * rank
             # From Python the same, whose own buffers lie elsewhere.
             expected = RUNNER.enter(prepared, (x, w), -1)
             [again] = fake_cuda.launches()
@@ -91,7 +97,7 @@ def test_a_map_is_encoded_again_when_its_operand_changes() -> None:
         RUNNER.enter(prepared, (operand, w), -1)
         assert encoded() - before == more
         [launched] = fake_cuda.launches()
-        assert (launched.maps[0].address, launched.maps[0].dims[1]) == (operand.data_ptr(), operand.shape[0])
+        assert (launched.maps[0].address, launched.maps[0].dims[2]) == (operand.data_ptr(), operand.shape[0] + 1)
 
 
 def test_a_map_that_cannot_be_gives_the_error_of_python(native: Any) -> None:
@@ -101,7 +107,7 @@ def test_a_map_that_cannot_be_gives_the_error_of_python(native: Any) -> None:
         (
             torch.empty(5, 268, dtype=torch.bfloat16)[:, 4:],
             0,
-            "(264, 5, 1), strides of (536, 2680) bytes, boxes (64, 128",
+            f"(264, {2**30}, 6, {2**30 + 1}), strides of (536, 536, {2**34 - 536}) bytes, boxes (64, 128",
         ),
         (torch.empty(5, 264, dtype=torch.bfloat16), 1, "CUDA_ERROR_INVALID_VALUE"),
         (torch.empty(5, 264, dtype=torch.bfloat16), 700, "CUDA_ERROR_ILLEGAL_ADDRESS"),
@@ -116,7 +122,7 @@ def test_a_map_that_cannot_be_gives_the_error_of_python(native: Any) -> None:
         finally:
             fake_cuda.fake.fake_fail_encode(0)
         assert said[0] == said[1]
-        assert f"address {operand.data_ptr():#x}, dimensions (264, 5, 1)" in said[0] and words in said[0]
+        assert f"address {operand.data_ptr():#x}, dimensions (264, {2**30}, 6, " in said[0] and words in said[0]
     assert fake_cuda.launches() == []
     assert fake_cuda.fake.fake_depth() == 0
 
@@ -139,7 +145,7 @@ def test_threads_encode_maps_of_their_own(native: Any) -> None:
     launched = fake_cuda.launches()
     assert len(launched) == 150 * len(inputs)
     assert all(launch.maps[0].address == launch.arguments[1] for launch in launched)
-    assert all(inputs[launch.maps[0].dims[1]].data_ptr() == launch.arguments[1] for launch in launched)
+    assert all(inputs[launch.maps[0].dims[2] - 1].data_ptr() == launch.arguments[1] for launch in launched)
 
 
 def test_a_kernel_has_so_many_maps_at_most(native: Any) -> None:

@@ -23,6 +23,20 @@ struct EmulatedBox {
         line_bytes(static_cast<int>(map.box_columns * 2)),
         rows(static_cast<int>(at_most(map.rows - row, map.box_rows))),
         bytes(static_cast<int>(at_most(map.columns - column, map.box_columns) * 2)) {
+    check(column);
+    if (matrix >= map.matrices) rows = 0;
+  }
+  // Of a map of rows.
+  static EmulatedBox of_rows(const TensorMap& map, int column, int first_row, int count) {
+    EmulatedBox box(map, column, first_row, 0);
+    box.rows = static_cast<int>(at_most(count, map.box_rows));
+    if (map.matrices != 0 || count < 0) moesaic_emulate_fail("rows of a map of matrices, or fewer than none");
+    if (first_row + static_cast<long long>(count) > map.rows) box.rows = 0;
+    return box;
+  }
+
+ private:
+  static void check(int column) {
     if (column % 8 != 0) moesaic_emulate_fail("a box begins at a column that is no multiple of 8");
   }
 };
@@ -56,7 +70,23 @@ __device__ __forceinline__ void copy_box(void* shared, const TensorMap& map, int
 #endif
 }
 
-// The same to both blocks of a pair, at the same place in either's shared memory, counted by either's own barrier.
+// The box of rows `first_row` to `first_row` + `count` - 1 of a map of rows, with zeros after them.
+__device__ __forceinline__ void copy_rows(void* shared, const TensorMap& map, int column, int first_row, int count,
+                                          Mbarrier* barrier) {
+#ifdef MOESAIC_EMULATE
+  const EmulatedBox box = EmulatedBox::of_rows(map, column, first_row, count);
+  moesaic_emulate_copy_box(shared, box.first, box.lines, box.line_bytes, map.row_bytes, box.rows, box.bytes, barrier);
+#else
+  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+               "[%0], [%1, {%2, %3, %4, %5}], [%6];"
+               :: "r"(static_cast<unsigned>(__cvta_generic_to_shared(shared))), "l"(&map), "r"(column),
+                  "r"(kRunEnd - count), "r"(first_row + count), "r"(kRunEnd),
+                  "r"(static_cast<unsigned>(__cvta_generic_to_shared(barrier)))
+               : "memory");
+#endif
+}
+
+// Either to both blocks of a pair, at the same place in either's shared memory, counted by either's own barrier.
 __device__ __forceinline__ void copy_box_to_pair(void* shared, const TensorMap& map, int column, int row, int matrix,
                                                  Mbarrier* barrier) {
 #ifdef MOESAIC_EMULATE
@@ -74,6 +104,23 @@ __device__ __forceinline__ void copy_box_to_pair(void* shared, const TensorMap& 
 #endif
 }
 
+__device__ __forceinline__ void copy_rows_to_pair(void* shared, const TensorMap& map, int column, int first_row, int count,
+                                                  Mbarrier* barrier) {
+#ifdef MOESAIC_EMULATE
+  const EmulatedBox box = EmulatedBox::of_rows(map, column, first_row, count);
+  for (int rank = 0; rank < 2; ++rank) {
+    moesaic_emulate_copy_box_in(shared, box.first, box.lines, box.line_bytes, map.row_bytes, box.rows, box.bytes, barrier, rank);
+  }
+#else
+  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+               "[%0], [%1, {%2, %3, %4, %5}], [%6], %7;"
+               :: "r"(static_cast<unsigned>(__cvta_generic_to_shared(shared))), "l"(&map), "r"(column),
+                  "r"(kRunEnd - count), "r"(first_row + count), "r"(kRunEnd),
+                  "r"(static_cast<unsigned>(__cvta_generic_to_shared(barrier))), "h"(static_cast<unsigned short>(3))
+               : "memory");
+#endif
+}
+
 // A box from `shared` to the matrix; what lies outside of it is not written. In groups of the thread: until
 // `stored_wait<kGroupsLeft>` returns, `shared` may not change, and no thread with a group left may end. What other threads
 // have written to `shared` needs `shared_to_async_proxy` by each, and a barrier, before.
@@ -84,6 +131,19 @@ __device__ __forceinline__ void store_box(const void* shared, const TensorMap& m
 #else
   asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3}], [%4];"
                :: "l"(&map), "r"(column), "r"(row), "r"(matrix),
+                  "r"(static_cast<unsigned>(__cvta_generic_to_shared(shared)))
+               : "memory");
+#endif
+}
+// The same of rows `first_row` to `first_row` + `count` - 1 of a map of rows; no other is written.
+__device__ __forceinline__ void store_box_of_rows(const void* shared, const TensorMap& map, int column, int first_row,
+                                                  int count) {
+#ifdef MOESAIC_EMULATE
+  const EmulatedBox box = EmulatedBox::of_rows(map, column, first_row, count);
+  moesaic_emulate_store_box(shared, const_cast<unsigned char*>(box.first), box.line_bytes, map.row_bytes, box.rows, box.bytes);
+#else
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3, %4}], [%5];"
+               :: "l"(&map), "r"(column), "r"(kRunEnd - count), "r"(first_row + count), "r"(kRunEnd),
                   "r"(static_cast<unsigned>(__cvta_generic_to_shared(shared)))
                : "memory");
 #endif

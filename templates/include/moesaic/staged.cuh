@@ -6,13 +6,13 @@
 //     staged.begin();
 //     ... staged.put(output, r, w, pair) ...
 //     staged.written();
-//     staged.store(output, map, column, row, matrix, valid, columns_left, address, stride);     // each output
+//     staged.store(output, map, column, row, matrix);     // each output, or `store_rows`
 //     staged.sent();
 //   }
 //   staged.finish();
 //
-// Everything is for all 128 threads. Of a box with fewer valid rows than it has the threads store the valid ones. Pairs of
-// numbers go into shared memory in blocks of 8 x 8, four at a time, by one instruction.
+// Everything is for all 128 threads. What a box has outside of the matrix, or more than an operand's rows, is not written. Pairs
+// of numbers go into shared memory in blocks of 8 x 8, four at a time, by one instruction.
 #pragma once
 
 #include "moesaic/boxes.cuh"
@@ -54,22 +54,13 @@ class StagedBoxes {
     sync();
   }
 
-  // The box begins at (column, row) of a matrix; `address` is that of its first element, rows are `stride` elements apart.
-  __device__ __forceinline__ void store(int output, const TensorMap& map, int column, int row, int matrix, long long valid,
-                                        int columns_left, T* address, long long stride) {
-    if (valid >= kRows) {
-      if (first()) store_box(box(output), map, column, row, matrix);
-      return;
-    }
-    const int thread = static_cast<int>(threadIdx.x) % 128;
-#pragma unroll 1
-    for (int n = 0; n < kRows * kVectors / 128; ++n) {
-      const int line = (thread + n * 128) / kVectors, chunk = thread % kVectors;
-      if (line >= valid || 8 * chunk >= columns_left) continue;
-      T* const at = address + line * stride + 8 * chunk;
-      check_access(at, 16, true);
-      *reinterpret_cast<uint4*>(at) = *reinterpret_cast<const uint4*>(box(output) + place(line, chunk));
-    }
+  // The box begins at (column, row) of a matrix.
+  __device__ __forceinline__ void store(int output, const TensorMap& map, int column, int row, int matrix) {
+    if (first()) store_box(box(output), map, column, row, matrix);
+  }
+  // It has `count` rows of an operand from `first_row` on, kRows at most, whose map is one of rows (tensor_map.cuh).
+  __device__ __forceinline__ void store_rows(int output, const TensorMap& map, int column, int first_row, int count) {
+    if (first()) store_box_of_rows(box(output), map, column, first_row, count);
   }
 
   __device__ __forceinline__ void sent() {

@@ -11,10 +11,9 @@ namespace moesaic {
 
 // A block of kThreads computes kM rows and kParts times kN columns, kK steps of the sum at a time, with kStages times
 // kK steps in shared memory. The address of every line is a multiple of k...Align bytes, and so is what is valid of it
-// (`depth` elements along the sum, the extent across it): 16 is fast, an element's size always allowed. With kShortFirst,
-// it is the first kK steps that may be fewer, not the last ones (wgmma_stages.cuh).
+// (`depth` elements along the sum, the extent across it): 16 is fast, an element's size always allowed.
 template <int kM_, int kN_, int kK_, int kStages_, int kParts_, bool kLeftAcross_, bool kRightAcross_, int kLeftAlign_,
-          int kRightAlign_, int kThreads_, bool kShortFirst_ = false>
+          int kRightAlign_, int kThreads_>
 struct TileShape {
   static constexpr int kM = kM_;
   static constexpr int kN = kN_;
@@ -26,7 +25,6 @@ struct TileShape {
   static constexpr int kLeftAlign = kLeftAlign_;
   static constexpr int kRightAlign = kRightAlign_;
   static constexpr int kThreads = kThreads_;
-  static constexpr bool kShortFirst = kShortFirst_;
 };
 
 // How the warps of a block share its tile: they form a grid, such that what a warp reads for its part is least; of equal

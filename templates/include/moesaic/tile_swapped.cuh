@@ -31,7 +31,7 @@ class SwappedTile
       Stages::release, Stages::stage_, Stages::stages_;
 
  public:
-  using Stages::kGroups, Stages::kPair, Stages::kWorkers;
+  using Stages::kGroups, Stages::kPair, Stages::kShortFirst, Stages::kWorkers;
   static constexpr int kParts = Shape::kParts;
   static constexpr int kGroupColumns = Shape::kN / kGroups;           // of a warpgroup, in each part
   static constexpr int kBlocks = kParts * kGroupColumns / 64;         // of 64 columns of a part
@@ -83,7 +83,7 @@ class SwappedTile
     int read = -1;  // the stage before
     const SharedMatrix rows_there = Left::matrix(stages_, 0);  // in the first stage
     const SharedMatrix columns_there = Right::matrix(stages_ + Left::kBytes, first_column());
-    const int short_steps = Shape::kShortFirst ? Stages::short_steps(depth) : 0;
+    const int short_steps = kShortFirst ? Stages::short_steps(depth) : 0;
     if (short_steps > 0) {
       mbarrier_wait(full(stage_), parity_);
       if constexpr (kRows > 0) {

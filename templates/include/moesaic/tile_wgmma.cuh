@@ -42,7 +42,7 @@ class WgmmaTile : public WgmmaStages<T, Shape, kLeft, kRight, kStagedBytes,
       Stages::release, Stages::stage_, Stages::stages_, Stages::turn_of;
 
  public:
-  using Stages::kGroups, Stages::kPair, Stages::kWorkers;
+  using Stages::kGroups, Stages::kPair, Stages::kShortFirst, Stages::kWorkers;
   static constexpr int kGroupRows = kPingPong ? Shape::kM : Shape::kM / kGroups;  // rows of a warpgroup
   static constexpr int kParts = Shape::kParts;
   static constexpr int kVector = kStagedBytes > 0 ? 2 : 8;
@@ -91,9 +91,8 @@ class WgmmaTile : public WgmmaStages<T, Shape, kLeft, kRight, kStagedBytes,
 
   // values[p][row][column] = the sum over k < depth of left(row, k) * right_p(column, k), of what is being fetched.
   // `rows` of the tile are there: warpgroups without any only take part in the waiting. The first product begins the sums,
-  // where the compiler keeps products asynchronous even so: clearing sums takes 300 cycles. With kShortFirst, it is the first
-  // stage that may not be whole, as `fetch` has it where an operand comes both in boxes and by lines; products of zeros are
-  // left out, where sums need not be cleared.
+  // where the compiler keeps products asynchronous even so: clearing sums takes 300 cycles. With kShortFirst, products of
+  // zeros in the first stage are left out, where sums need not be cleared.
   __device__ __forceinline__ void multiply(int depth, long long rows) {
     const bool idle = first_row() >= rows;
     PendingProducts pending;
@@ -103,7 +102,7 @@ class WgmmaTile : public WgmmaStages<T, Shape, kLeft, kRight, kStagedBytes,
     int read = -1;  // the stage before
     const SharedMatrix rows_there = Left::matrix(stages_, first_row());  // in the first stage
     const SharedMatrix columns_there = Right::matrix(stages_ + Left::kBytes, 0);
-    const int short_steps = Shape::kShortFirst && !kClears ? Stages::short_steps(depth) : 0;
+    const int short_steps = kShortFirst && !kClears ? Stages::short_steps(depth) : 0;
     if (short_steps > 0) {
       mbarrier_wait(full(stage_), parity_);
       if (!idle) {

@@ -28,26 +28,22 @@ constexpr int kFetchThreads = 128;
 // Where the boxes of an operand lie: lines are rows of a matrix of `map`. Along the sum, the tile's first row (or column, of
 // part 0) is row `first`, and step k is column `step` + k; across it, they are column `first`, and row `step` + k. Part 1
 // begins `apart` after part 0. Boxes have kBoxRows rows along, 64 across.
-template <int kBoxRows_>
+//
+// With kOfRows it is a map of an operand's rows (tensor_map.cuh): those past the tile's extent, or after the last step, are
+// somebody else's, and zeros come in their place.
+template <int kBoxRows_, bool kOfRows_ = false>
 struct Boxes {
   static constexpr int kBoxRows = kBoxRows_;
+  static constexpr bool kOfRows = kOfRows_;
   const TensorMap& map;
   int matrix, first, step, apart;
 };
 
-// The same for an operand whose rows after the last step are others, which must count as zeros: rows that lie across the
-// sum. Steps that are less than a stage are fetched line by line.
-template <class Lines>
-struct BoxesAndLines {
-  Boxes<64> boxes;
-  Lines lines;
-};
-
-// Whether an operand is one.
+// Whether an operand can end with any step: a matrix ends where it does.
 template <class Operand>
-constexpr bool kComesInBoth = false;
-template <class Lines>
-constexpr bool kComesInBoth<BoxesAndLines<Lines>> = true;
+constexpr bool kEndsAnywhere = true;
+template <int kBoxRows>
+constexpr bool kEndsAnywhere<Boxes<kBoxRows, false>> = false;
 // Whether its lines are rows of tokens.
 template <class Operand>
 constexpr bool kIsTokenRows = false;
@@ -68,20 +64,14 @@ class WgmmaOperand {
  public:
   static constexpr int kBytes = kParts * kRows * kSwizzledLine;
 
-  // Finds the lines of the first stage, whose steps end at `end` or after it; of what comes in both ways, those of the one
-  // stage that is less than a whole one: the first, or the last.
+  // Finds the lines of the first stage, whose steps end at `end` or after it.
   template <class Row>
   __device__ __forceinline__ void find(const Row& row, int end, int, int extent) {
     copied_.find(row, 0, end, extent);
     if constexpr (!kAcross) lines_there_ = __all_sync(0xffffffffu, copied_.all_lines());
   }
-  template <int kBoxRows>
-  __device__ __forceinline__ void find(const Boxes<kBoxRows>&, int, int, int) {}
-  template <class Lines>
-  __device__ __forceinline__ void find(const BoxesAndLines<Lines>& operand, int end, int depth, int extent) {
-    const bool is_first = end < kK;
-    copied_.find(operand.lines, is_first ? 0 : depth / kK * kK, is_first ? end : depth, extent);
-  }
+  template <int kBoxRows, bool kOfRows>
+  __device__ __forceinline__ void find(const Boxes<kBoxRows, kOfRows>&, int, int, int) {}
   __device__ __forceinline__ void find(const TokenRows<T>& rows, int end, int depth, int extent) {
     rows_ = kept(reinterpret_cast<const unsigned char*>(rows.rows + Chunks::own_element()));
     apart_ = kept(rows.stride * static_cast<long long>(sizeof(T)));
@@ -89,30 +79,27 @@ class WgmmaOperand {
     find_lines(end, extent);
   }
 
-  // How many bytes the copy engine brings for a stage of steps from `first` on, if they do not end before. Boxes past
-  // `extent` need not come.
+  // How many bytes the copy engine brings for a stage. Boxes past `extent` need not come.
   template <class Row>
-  static __device__ __forceinline__ int boxed_bytes(const Row&, int, int, int) { return 0; }
-  template <int kBoxRows>
-  static __device__ __forceinline__ int boxed_bytes(const Boxes<kBoxRows>&, int, int, int extent) {
+  static __device__ __forceinline__ int boxed_bytes(const Row&, int) { return 0; }
+  template <int kBoxRows, bool kOfRows>
+  static __device__ __forceinline__ int boxed_bytes(const Boxes<kBoxRows, kOfRows>&, int extent) {
     if constexpr (!kSkips<kBoxRows>) return kBytes;
     return smaller(kRows / kBoxRows, (extent + kBoxRows - 1) / kBoxRows) * kBoxRows * kSwizzledLine;
-  }
-  template <class Lines>
-  static __device__ __forceinline__ int boxed_bytes(const BoxesAndLines<Lines>&, int first, int end, int) {
-    return first + kK <= end ? kBytes : 0;
   }
 
   // Asks for a stage of steps from `first` on, if they do not end before: one thread for boxes, all for lines, of which the
   // next stage's begin at `next`.
   template <class Row>
   static __device__ __forceinline__ void fetch_boxes(unsigned char*, Mbarrier*, const Row&, int, int, int, bool) {}
-  template <int kBoxRows>
-  static __device__ __forceinline__ void fetch_boxes(unsigned char* stage, Mbarrier* full, const Boxes<kBoxRows>& boxes,
-                                                     int first, int /*end*/, int extent, bool together) {
+  template <int kBoxRows, bool kOfRows>
+  static __device__ __forceinline__ void fetch_boxes(unsigned char* stage, Mbarrier* full,
+                                                     const Boxes<kBoxRows, kOfRows>& boxes, int first, int end, int extent,
+                                                     bool together) {
     constexpr int kBox = kAcross ? 64 : kBoxRows;  // rows (columns) of the tile in a box
     constexpr int kBoxes = kParts * kRows / kBox;
     static_assert(kRows % kBox == 0, "boxes belong to one part");
+    static_assert(!kOfRows || kParts == 1, "rows have one");
     static_assert(kHow != Fetch::kShared || kBoxes % kPair == 0, "and to one block of a pair");
     const bool halves = kHow == Fetch::kShared && kPair == 2 && together;
     const int rank = kPair == 1 ? 0 : static_cast<int>(blockIdx.x) % kPair;
@@ -122,37 +109,34 @@ class WgmmaOperand {
       const int box = begin + n;
       if (halves && n >= kBoxes / kPair) break;
       if (kSkips<kBoxRows> && box * kBox >= extent) break;
-      const int row = boxes.first + box * kBox / kRows * boxes.apart + box * kBox % kRows;
-      const int step = boxes.step + first;
+      const int of_tile = boxes.first + box * kBox / kRows * boxes.apart + box * kBox % kRows;
+      const int of_sum = boxes.step + first;
+      const int column = kAcross ? of_tile : of_sum;
+      const int row = kAcross ? of_sum : of_tile;
       unsigned char* const to = stage + box * kBox * kSwizzledLine;
-      if (halves) {
-        copy_box_to_pair(to, boxes.map, kAcross ? row : step, kAcross ? step : row, boxes.matrix, full);
+      if constexpr (kOfRows) {
+        const int there = kAcross ? end - first : extent - box * kBox;
+        const int count = there < 0 ? 0 : smaller(kBox, there);
+        if (halves) {
+          copy_rows_to_pair(to, boxes.map, column, row, count, full);
+        } else {
+          copy_rows(to, boxes.map, column, row, count, full);
+        }
+      } else if (halves) {
+        copy_box_to_pair(to, boxes.map, column, row, boxes.matrix, full);
       } else {
-        copy_box(to, boxes.map, kAcross ? row : step, kAcross ? step : row, boxes.matrix, full);
+        copy_box(to, boxes.map, column, row, boxes.matrix, full);
       }
     }
   }
-  template <class Lines>
-  static __device__ __forceinline__ void fetch_boxes(unsigned char* stage, Mbarrier* full,
-                                                     const BoxesAndLines<Lines>& operand, int first, int end,
-                                                     int extent, bool together) {
-    if (first + kK <= end) fetch_boxes(stage, full, operand.boxes, first, end, extent, together);
-  }
-
   template <class Row>
   __device__ __forceinline__ void fetch_lines(unsigned char* stage, const Row& row, int first, int end, int next,
                                               int depth, int extent) {
     copied_.ask(row, next, depth, extent);
     copy_lines(stage, first, end, extent);
   }
-  template <int kBoxRows>
-  __device__ __forceinline__ void fetch_lines(unsigned char*, const Boxes<kBoxRows>&, int, int, int, int, int) {}
-  template <class Lines>
-  __device__ __forceinline__ void fetch_lines(unsigned char* stage, const BoxesAndLines<Lines>&, int first, int end, int, int,
-                                              int extent) {
-    static_assert(kAcross, "lines along the sum end where the matrix does");
-    if (first + kK > end) copy_lines(stage, first, end, extent);
-  }
+  template <int kBoxRows, bool kOfRows>
+  __device__ __forceinline__ void fetch_lines(unsigned char*, const Boxes<kBoxRows, kOfRows>&, int, int, int, int, int) {}
   __device__ __forceinline__ void fetch_lines(unsigned char* stage, const TokenRows<T>&, int first, int end, int, int,
                                               int extent) {
     numbers_.ask();
@@ -169,10 +153,8 @@ class WgmmaOperand {
   __device__ __forceinline__ void take(const Row&, int, int, int) {
     copied_.take();
   }
-  template <int kBoxRows>
-  __device__ __forceinline__ void take(const Boxes<kBoxRows>&, int, int, int) {}
-  template <class Lines>
-  __device__ __forceinline__ void take(const BoxesAndLines<Lines>&, int, int, int) {}
+  template <int kBoxRows, bool kOfRows>
+  __device__ __forceinline__ void take(const Boxes<kBoxRows, kOfRows>&, int, int, int) {}
   __device__ __forceinline__ void take(const TokenRows<T>&, int next, int depth, int extent) {
     numbers_.next();
     find_lines(depth - next, extent);
@@ -240,6 +222,10 @@ class WgmmaStages {
   static constexpr int kWorkers = Shape::kThreads - kFetchThreads;  // threads that multiply
   static constexpr int kGroups = kWorkers / 128;
   static constexpr int kOwners = kOwners_;  // threads that share a tile
+  // Where both operands lie across the sum, it is the first stage that may not be whole: who multiplies leaves out products of
+  // zeros there, before its loop, and lines of such a stage take longer, for which there is time while the others are still busy
+  // with what follows the product before.
+  static constexpr bool kShortFirst = Shape::kLeftAcross && Shape::kRightAcross;
   // Registers of a thread that fetches, which holds addresses of lines, and of one that multiplies. A multiprocessor has 504
   // for one thread of each warpgroup.
   static constexpr int kFetchRegisters = kLeft != Fetch::kLines && kRight != Fetch::kLines ? 40
@@ -307,12 +293,7 @@ class WgmmaStages {
     const auto left_lines = lines_of(left_rows);
     Left left;
     Right right;
-    // A stage that is not whole comes line by line, which takes longer: first, there is time for it while the others are
-    // still busy with what follows the product before.
-    constexpr bool kShortFirst = Shape::kShortFirst;
-    static_assert(kShortFirst == (Shape::kLeftAcross && Shape::kRightAcross &&
-                                  (kComesInBoth<LeftRows> || kComesInBoth<RightRows>)),
-                  "who multiplies has to know");
+    static_assert(!kShortFirst || (kEndsAnywhere<LeftRows> && kEndsAnywhere<RightRows>), "a stage ends before the sum does");
     static_assert(!kIsTokenRows<LeftRows> || !kIsTokenRows<RightRows>, "copies are waited for by their number");
     int next = kShortFirst && depth > 0 ? (depth - 1) % Shape::kK + 1 : Shape::kK;  // stage's first step
     const int first_end = kShortFirst ? smaller(next, depth) : depth;
@@ -324,8 +305,7 @@ class WgmmaStages {
       unsigned char* const stage = stages_ + stage_ * kStageBytes;
       mbarrier_wait(empty(stage_), parity_ ^ 1);
       if (kAsks && (!kCopies || (warp == kWorkers / 32 && elect_lane()))) {
-        const int bytes = Left::boxed_bytes(left_lines, first, end, left_extent) +
-                          Right::boxed_bytes(right_rows, first, end, right_extent);
+        const int bytes = Left::boxed_bytes(left_lines, left_extent) + Right::boxed_bytes(right_rows, right_extent);
         mbarrier_arrive_and_expect(full(stage_), bytes);
         Left::fetch_boxes(stage, full(stage_), left_lines, first, end, left_extent, together);
         Right::fetch_boxes(stage + Left::kBytes, full(stage_), right_rows, first, end, right_extent, together);
@@ -402,14 +382,11 @@ class WgmmaStages {
   static __device__ __forceinline__ auto lines_of(const Row& row) {
     return [&row](int, int r) { return row(r); };
   }
-  template <int kBoxRows>
-  static __device__ __forceinline__ const Boxes<kBoxRows>& lines_of(const Boxes<kBoxRows>& boxes) { return boxes; }
-  static __device__ __forceinline__ const TokenRows<T>& lines_of(const TokenRows<T>& rows) { return rows; }
-  template <class Lines>
-  static __device__ __forceinline__ auto lines_of(const BoxesAndLines<Lines>& operand) {
-    const auto lines = [&operand](int, int r) { return operand.lines(r); };
-    return BoxesAndLines<decltype(lines)>{operand.boxes, lines};
+  template <int kBoxRows, bool kOfRows>
+  static __device__ __forceinline__ const Boxes<kBoxRows, kOfRows>& lines_of(const Boxes<kBoxRows, kOfRows>& boxes) {
+    return boxes;
   }
+  static __device__ __forceinline__ const TokenRows<T>& lines_of(const TokenRows<T>& rows) { return rows; }
 
   unsigned char* stages_;
   int stage_ = 0;  // the next one
