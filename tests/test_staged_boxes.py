@@ -129,10 +129,10 @@ def test_boxes_leave(run: Run, into: str, form: tuple[int, int, int]) -> None:
 
 # What is deleted, and what an order of lanes then finds.
 WAITS = (
-    "if (first()) stored_wait<kBuffers - 1>();\n    sync();",
-    "if (first()) stored_wait<kBuffers - 1>();",
+    "by_one_lane([] { stored_wait<kBuffers - 1>(); });\n    sync();",
+    "by_one_lane([] { stored_wait<kBuffers - 1>(); });",
     "shared_to_async_proxy();\n    sync();",
-    "if (first()) stored_wait<0>();",
+    "by_one_lane([] { stored_wait<0>(); });",
 )
 
 

@@ -36,7 +36,7 @@ class StagedBoxes {
   // Waits until a buffer is free.
   __device__ __forceinline__ void begin() {
     buffer_ = buffer_ + 1 == kBuffers ? 0 : buffer_ + 1;
-    if (first()) stored_wait<kBuffers - 1>();
+    by_one_lane([] { stored_wait<kBuffers - 1>(); });
     sync();
   }
 
@@ -56,23 +56,28 @@ class StagedBoxes {
 
   // The box begins at (column, row) of a matrix.
   __device__ __forceinline__ void store(int output, const TensorMap& map, int column, int row, int matrix) {
-    if (first()) store_box(box(output), map, column, row, matrix);
+    by_one_lane([&] { store_box(box(output), map, column, row, matrix); });
   }
   // It has `count` rows of an operand from `first_row` on, kRows at most, whose map is one of rows (tensor_map.cuh).
   __device__ __forceinline__ void store_rows(int output, const TensorMap& map, int column, int first_row, int count) {
-    if (first()) store_box_of_rows(box(output), map, column, first_row, count);
+    by_one_lane([&] { store_box_of_rows(box(output), map, column, first_row, count); });
   }
 
   __device__ __forceinline__ void sent() {
-    if (first()) stored_commit();
+    by_one_lane([] { stored_commit(); });
   }
   // No thread ends while its boxes are read.
   __device__ __forceinline__ void finish() {
-    if (first()) stored_wait<0>();
+    by_one_lane([] { stored_wait<0>(); });
   }
 
  protected:
-  static __device__ __forceinline__ bool first() { return threadIdx.x % 128 == 0; }
+  // Done by one lane, always the same, of a warp which the compiler knows to be all there (see `elect_lane`).
+  template <class Ask>
+  __device__ __forceinline__ void by_one_lane(const Ask& ask) const {
+    if (warp_ != 0) return;
+    if (elect_lane()) ask();
+  }
   static __device__ __forceinline__ void sync() { sync_threads<128>(1 + static_cast<int>(threadIdx.x) / 128); }
   // Of a chunk of 8 columns of a line, as the copy engine swizzles it.
   static __device__ __forceinline__ int place(int line, int chunk) {
@@ -118,6 +123,7 @@ class StagedBoxes {
 
   unsigned char* boxes_;
   int buffer_ = 0;
+  const unsigned warp_ = __shfl_sync(0xffffffffu, threadIdx.x % 128 / 32, 0);  // of the warpgroup
   unsigned kept_[kOutputs][4];  // pairs that wait for others
 };
 
