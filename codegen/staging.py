@@ -13,7 +13,10 @@ from moesaic.ir.ops import row, slot
 from moesaic.passes.product_shape import STAGED_MATRIX_ROWS, STAGED_ROWS, ProductShape, reads_columns
 
 _GROUPS = 2
-_FORMS = ((64, 2), (32, 2), (64, 1), (32, 1))  # columns of a box, and buffers: to wait less, to send more at a time
+_BOX_COLUMNS = 64
+# Columns that leave at a time, and buffers: rather as many with one wait as with two, and rather two buffers than one.
+_FORMS = ((128, 1), (64, 2), (64, 1), (32, 2), (32, 1))
+_TURNED_FORMS = ((3, 1), (2, 1), (1, 2), (1, 1))  # the same, for times so many rows
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ class Staging:
 
     Attributes:
         outputs: what leaves at a time.
-        columns: of a box.
+        columns: that leave at a time, in boxes of 64 at most.
         buffers: for each output.
         element: C++ type.
         rows: of a box.
@@ -75,8 +78,8 @@ class Staging:
                 outputs.append(Output(index, "kColumns + box_column"))
         halves = any(columns_of(v) != columns for v in wide)
         if shape.swapped:
-            return cls._of_columns(tuple(outputs), elements[0], STAGED_ROWS, room)
-        return cls._fitting(tuple(outputs), elements[0], tile_columns, columns if halves else 0, room)
+            return cls._of_columns(tuple(outputs), elements[0], STAGED_ROWS, shape.rows, room)
+        return cls._fitting(tuple(outputs), elements[0], columns, tile_columns, halves, room)
 
     @classmethod
     def of_matrices(
@@ -88,26 +91,32 @@ class Staging:
             return None
         output, element = Output(index, "box_column"), STORAGE[given.type.dtype]
         if shape.swapped:
-            return cls._of_columns((output,), element, STAGED_MATRIX_ROWS, room)
-        return cls._fitting((output,), element, tile_columns, 0, room)
+            return cls._of_columns((output,), element, STAGED_MATRIX_ROWS, shape.rows, room)
+        return cls._fitting((output,), element, columns_of(given), tile_columns, False, room)
 
     @classmethod
     def _fitting(
-        cls, outputs: tuple[Output, ...], element: str, tile_columns: int, half: int, room: int
+        cls, outputs: tuple[Output, ...], element: str, columns: int, tile_columns: int, halves: bool, room: int
     ) -> Staging | None:
-        """The first form that shared memory has room for. Boxes do not reach from one half into the other."""
+        """The first form that shared memory has room for. Boxes do not reach from one half into the other, and of
+        several none lies past the last column."""
         for width, buffers in _FORMS:
             found = cls(outputs, width, buffers, element)
-            whole = tile_columns % width == 0 and half % width == 0
-            if whole and found.bytes <= room:
+            ends = columns % width == 0 or (width <= _BOX_COLUMNS and not halves)
+            if ends and tile_columns % width == 0 and found.bytes <= room:
                 return found
         return None
 
     @classmethod
-    def _of_columns(cls, outputs: tuple[Output, ...], element: str, rows: int, room: int) -> Staging | None:
-        """The same for threads that hold neighbouring rows."""
-        forms = (cls(outputs, 64, buffers, element, rows, turned=True) for buffers in (2, 1))
-        return next((form for form in forms if form.bytes <= room), None)
+    def _of_columns(
+        cls, outputs: tuple[Output, ...], element: str, rows: int, tile_rows: int, room: int
+    ) -> Staging | None:
+        """The same for threads that hold neighbouring rows; `rows` are the fewest that leave at a time."""
+        for times, buffers in _TURNED_FORMS:
+            found = cls(outputs, _BOX_COLUMNS, buffers, element, times * rows, turned=True)
+            if tile_rows % found.rows == 0 and found.bytes <= room:
+                return found
+        return None
 
     @property
     def bytes(self) -> int:
@@ -127,12 +136,12 @@ class Staging:
         return [n for n, output in enumerate(self.outputs) if output.index == index]
 
     def leave(self, parameters: Parameters, compute: Sequence[str], first_row: str, matrix: str) -> list[str]:
-        """Goes over the boxes of a warpgroup's part of a tile.
+        """Goes over a warpgroup's part of a tile, as much as leaves at a time.
 
         Args:
             parameters: of the kernel.
-            compute: puts what is in row i and vector j, vector w of the box; of threads that hold neighbouring rows,
-                what is in columns r of two and rows j of the tile, rows w of the box.
+            compute: puts what is in row i and vector j, vector w of what leaves; of threads that hold neighbouring
+                rows, what is in columns r of two and rows j of the tile, rows w of what leaves.
             first_row: of the operand, that the tile begins with.
             matrix: the number of the matrix; empty where the operand has rows.
         """
@@ -197,7 +206,7 @@ class Staging:
         of_rows = "static_cast<int>(moesaic::at_most(valid, Staged::kRows))"
         lines: list[str] = []
         for number, output in enumerate(self.outputs):
-            map = parameters.tensor_map(output.index, self.rows, self.columns)
+            map = parameters.tensor_map(output.index, self.rows, min(self.columns, _BOX_COLUMNS))
             where = f"{number}, {map}, {output.column}, static_cast<int>(row)"
             lines.append(f"staged.store({where}, {matrix});" if matrix else f"staged.store_rows({where}, {of_rows});")
         return lines

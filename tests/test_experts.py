@@ -238,7 +238,7 @@ def test_tiles_of_hopper(tile: str, kind: dict[str, Any], shapes: set[tuple[int,
         pytest.skip("wgmma is Hopper's")
     experts = mo.Experts(**kind)
     hidden = kind["hidden"]
-    tokens = 11 if tile else 90  # of an expert's rows, 64 leave as a box, the rest one by one
+    tokens = 11 if tile else 90  # of an expert's rows, more than a box has
     ids = None
     if tile == "swapped":  # every width that a tile may have, alone and in pairs
         ids = torch.repeat_interleave(torch.arange(9, dtype=torch.int32), torch.tensor(SWAPPED_ROWS)).reshape(-1, 2)

@@ -19,7 +19,7 @@ Run = Callable[..., np.ndarray]
 ORDERS = (FORWARD, REVERSE, 1)
 MORE_ROWS = 5  # of the matrix, which belong to somebody else
 
-# Two warpgroups have boxes of 64 rows in turn, and send kOutputs of them, side by side, at a time.
+# Two warpgroups have 64 rows in turn, and send OUTPUTS times COLUMNS of them, side by side, at a time.
 KERNEL = """#include "moesaic/staged.cuh"
 using Staged = moesaic::StagedBoxes<__nv_bfloat16, COLUMNS, OUTPUTS, BUFFERS>;
 
@@ -70,7 +70,7 @@ BEFORE = 3  # rows
 def leave(
     run: Run, form: tuple[int, int, int], rows: int, columns: int, *, into: str = "rows", **options: object
 ) -> None:
-    """Runs a kernel for boxes of so many columns, outputs and buffers, and checks what arrives."""
+    """Runs a kernel for so many columns at a time, outputs and buffers, and checks what arrives."""
     width, outputs, buffers = form
     names = {"STORE": STORES[into].replace("BEFORE", str(BEFORE))}
     names |= {"COLUMNS": str(width), "OUTPUTS": str(outputs), "BUFFERS": str(buffers)}
@@ -80,9 +80,9 @@ def leave(
     first = {"matrix": 0, "rows": BEFORE}[into]
     y = np.full((first + rows + MORE_ROWS, columns), 0x7FFF, np.uint16)
     if into == "matrix":
-        map = Map(1, columns, rows, 1, 2 * columns, 2 * columns * rows, 64, box_columns=width)
+        map = Map(1, columns, rows, 1, 2 * columns, 2 * columns * rows, 64, box_columns=min(width, 64))
     else:
-        map = Map(1, columns, len(y), 0, 2 * columns, 0, 64, box_columns=width)
+        map = Map(1, columns, len(y), 0, 2 * columns, 0, 64, box_columns=min(width, 64))
     shared = 1024 + 2 * outputs * buffers * 64 * 2 * width
     found = run(
         source,
@@ -119,12 +119,12 @@ def on_hopper(*args: object, **options: object) -> np.ndarray:
         pytest.param(on_hopper, marks=pytest.mark.gpu, id="gpu"),
     ],
 )
-@pytest.mark.parametrize("form", [(64, 1, 2), (64, 2, 1), (32, 3, 1), (32, 1, 2)])
+@pytest.mark.parametrize("form", [(64, 1, 2), (64, 2, 1), (32, 3, 1), (32, 1, 2), (128, 1, 1), (128, 2, 2)])
 @pytest.mark.parametrize("into", STORES)
 def test_boxes_leave(run: Run, into: str, form: tuple[int, int, int]) -> None:
-    """No row is written but those that boxes have."""
+    """No row is written but those that boxes have. Of two boxes, the second has columns, too."""
     for rows, columns in ((64, 64), (67, 200), (300, 72), (1, 8), (192, 104)):
-        leave(run, form, rows, columns, into=into)
+        leave(run, form, rows, columns + (form[0] > 64 and columns <= 64) * 64, into=into)
 
 
 # What is deleted, and what an order of lanes then finds.

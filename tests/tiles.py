@@ -630,7 +630,7 @@ DEFAULT_WGMMA = {
     "wgrad_tokens": of_rule(2048, 1, "both", "tokens", "shared+rows"),
     "wgrad_tokens_tall": of_rule(2048, 1, "both", "shared+rows", "tokens", tall=True),
     "wgrad_dense": of_rule(2048, 1, "both", "boxes+rows", "shared+rows"),
-    "wgrad_beside": of_rule(2048, 1, "both", "shared", "boxes"),
+    "wgrad_beside": of_rule(2048, 1, "both", "shared+rows", "boxes+rows"),
     "unaligned": of_rule(2048, 1, "", "lines", "lines", align=8),
     "wgrad_unaligned": of_rule(2048, 1, "both", "lines", "lines", align=8),
     "gathered_pingpong": of_rule(768, 2, "", "lines", "shared", tile="pingpong"),

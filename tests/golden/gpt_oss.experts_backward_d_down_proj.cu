@@ -20,7 +20,7 @@ constexpr int kColumnTiles = (kColumns + kTileColumns - 1) / kTileColumns;
 
 using Element = __nv_bfloat16;
 using Shape = moesaic::TileShape<256, 128, 64, 4, 1, true, true, 16, 16, 384>;
-using Staged = moesaic::StagedColumns<__nv_bfloat16, 64, 1, 2, 64>;
+using Staged = moesaic::StagedColumns<__nv_bfloat16, 64, 1, 1, 128>;
 using Tile = moesaic::SwappedTile<Element, Shape, moesaic::Fetch::kShared, moesaic::Fetch::kLines, Staged::kBytes>;
 static_assert(Tile::kSharedBytes == 230464, "the shared memory that the launch has for a tile");
 

@@ -19,7 +19,7 @@ constexpr int kColumnTiles = (kColumns + kTileColumns - 1) / kTileColumns;
 
 using Element = __nv_bfloat16;
 using Shape = moesaic::TileShape<128, 256, 64, 4, 1, true, true, 16, 16, 384>;
-using Staged = moesaic::StagedBoxes<__nv_bfloat16, 64, 1, 2>;
+using Staged = moesaic::StagedBoxes<__nv_bfloat16, 128, 1, 1>;
 using Tile = moesaic::WgmmaTile<Element, Shape, moesaic::Fetch::kBoxes, moesaic::Fetch::kShared, false, Staged::kBytes>;
 static_assert(Tile::kSharedBytes == 230464, "the shared memory that the launch has for a tile");
 

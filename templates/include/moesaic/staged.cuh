@@ -1,8 +1,8 @@
-// What follows a product, on its way out: a warpgroup puts boxes of rows into shared memory, from where the copy engine takes
-// them, while the next product is under way.
+// What follows a product, on its way out: a warpgroup puts kColumns of rows into shared memory, from where the copy engine takes
+// them, in boxes of 64 columns at most, while the next product is under way.
 //
 //   StagedBoxes<T, kColumns, kOutputs, kBuffers> staged(memory);    // of the warpgroup's own
-//   for (...) {                                                     // boxes
+//   for (...) {                                                     // as much as leaves at a time
 //     staged.begin();
 //     ... staged.put(output, r, w, pair) ...
 //     staged.written();
@@ -21,14 +21,17 @@ namespace moesaic {
 
 template <typename T, int kColumns_, int kOutputs, int kBuffers, int kRows_ = 64>
 class StagedBoxes {
-  static_assert(sizeof(T) == 2 && (kColumns_ == 32 || kColumns_ == 64), "lines of 64 or 128 bytes");
-  static constexpr int kLine = kColumns_ * 2;
+  static constexpr int kBoxColumns = kColumns_ < 64 ? kColumns_ : 64;
+  static_assert(sizeof(T) == 2 && kBoxColumns % 32 == 0 && kColumns_ % kBoxColumns == 0, "lines of 64 or 128 bytes");
+  static constexpr int kLine = kBoxColumns * 2;
+  static constexpr int kBoxes = kColumns_ / kBoxColumns;
+  static constexpr int kBoxBytes = kRows_ * kLine;
 
  public:
   static constexpr int kRows = kRows_;
   static constexpr int kColumns = kColumns_;
   static constexpr int kVectors = kColumns / 8;
-  static constexpr int kBytes = kOutputs * kBuffers * kRows * kLine;
+  static constexpr int kBytes = kBuffers * kOutputs * kBoxes * kBoxBytes;
 
   // `memory` is aligned to 1024 bytes.
   __device__ __forceinline__ explicit StagedBoxes(unsigned char* memory) : boxes_(memory) {}
@@ -46,7 +49,9 @@ class StagedBoxes {
     keep(output, w % 4, pair);
     if (w % 4 != 3) return;
     const int first_line = static_cast<int>(threadIdx.x) % 128 / 32 * 16 + r * 8;
-    store_kept<false>(output, [&](int block, int line) { return box(output) + place(first_line + line, w - 3 + block); });
+    constexpr int kVectorsOfBox = kBoxColumns / 8;
+    unsigned char* const to = box(output, w / kVectorsOfBox);
+    store_kept<false>(output, [&](int block, int line) { return to + place(first_line + line, w % kVectorsOfBox - 3 + block); });
   }
 
   __device__ __forceinline__ void written() {
@@ -54,13 +59,21 @@ class StagedBoxes {
     sync();
   }
 
-  // The box begins at (column, row) of a matrix.
+  // What leaves begins at (column, row) of a matrix, and every box of it before the last column.
   __device__ __forceinline__ void store(int output, const TensorMap& map, int column, int row, int matrix) {
-    by_one_lane([&] { store_box(box(output), map, column, row, matrix); });
+    by_one_lane([&] {
+#pragma unroll
+      for (int n = 0; n < kBoxes; ++n) store_box(box(output, n), map, column + n * kBoxColumns, row, matrix);
+    });
   }
   // It has `count` rows of an operand from `first_row` on, kRows at most, whose map is one of rows (tensor_map.cuh).
   __device__ __forceinline__ void store_rows(int output, const TensorMap& map, int column, int first_row, int count) {
-    by_one_lane([&] { store_box_of_rows(box(output), map, column, first_row, count); });
+    by_one_lane([&] {
+#pragma unroll
+      for (int n = 0; n < kBoxes; ++n) {
+        store_box_of_rows(box(output, n), map, column + n * kBoxColumns, first_row, count);
+      }
+    });
   }
 
   __device__ __forceinline__ void sent() {
@@ -81,10 +94,10 @@ class StagedBoxes {
   static __device__ __forceinline__ void sync() { sync_threads<128>(1 + static_cast<int>(threadIdx.x) / 128); }
   // Of a chunk of 8 columns of a line, as the copy engine swizzles it.
   static __device__ __forceinline__ int place(int line, int chunk) {
-    return line * kLine + 16 * (chunk ^ (kColumns == 64 ? line % 8 : line / 2 % 4));
+    return line * kLine + 16 * (chunk ^ (kBoxColumns == 64 ? line % 8 : line / 2 % 4));
   }
-  __device__ __forceinline__ unsigned char* box(int output) const {
-    return boxes_ + (buffer_ * kOutputs + output) * (kRows * kLine);
+  __device__ __forceinline__ unsigned char* box(int output, int n = 0) const {
+    return boxes_ + ((buffer_ * kOutputs + output) * kBoxes + n) * kBoxBytes;
   }
 
   __device__ __forceinline__ void keep(int output, int block, const float (&pair)[2]) {
