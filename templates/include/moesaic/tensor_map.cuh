@@ -13,7 +13,8 @@
 //   w   2^34 bytes less a row apart; kRunEnd = 2^30 of these are kRunEnd rows less, for an address has 64 bits
 //
 // The box of `count` rows from row f on begins at r = kRunEnd - count, m = f + count, w = kRunEnd. That is row f, and what the
-// box has more than the run is past the last r.
+// box has more than the run is past the last r. Triton's descriptors of ragged tensors (triton/tools/ragged_tma.py) count on the
+// same wrapping.
 // PTX ISA, "Tensors: Tensor-map".
 #pragma once
 
