@@ -470,7 +470,7 @@ class _Emitter:
             # What a box has past the last column leaves nobody: all threads put it even so, four vectors at a time.
             last = ["if (kColumns % Staged::kColumns != 0) column = moesaic::smaller(column, kColumns - kVector);"]
             where = [] if self.staging.turned else ["int column = first_column + tile.column(j);", *last]
-            lines += self.staging.leave(self.parameters, [*where, *compute], first, "")
+            lines += self.staging.leave(self.parameters, [*where, *compute], first)
         else:
             lines += [*self._rows(place), *indented(epilogue.for_row, 2)]
             if epilogue.row_stores:

@@ -135,7 +135,7 @@ class Staging:
         """The numbers of the outputs that are parts of an operand."""
         return [n for n, output in enumerate(self.outputs) if output.index == index]
 
-    def leave(self, parameters: Parameters, compute: Sequence[str], first_row: str, matrix: str) -> list[str]:
+    def leave(self, parameters: Parameters, compute: Sequence[str], first_row: str, matrix: str = "") -> list[str]:
         """Goes over a warpgroup's part of a tile, as much as leaves at a time.
 
         Args:
@@ -202,7 +202,7 @@ class Staging:
         ]
 
     def _store(self, parameters: Parameters, matrix: str) -> list[str]:
-        """Sends what is a box now. What a matrix does not have its map leaves out."""
+        """Sends what has been put. The map leaves out what a matrix does not have."""
         of_rows = "static_cast<int>(moesaic::at_most(valid, Staged::kRows))"
         lines: list[str] = []
         for number, output in enumerate(self.outputs):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from device_kernels import Map, emulate, run_on_gpu, stored
 
+import moesaic as mo
 from moesaic.codegen import nvrtc
 from moesaic.ir.errors import EmulationError
 from moesaic.runtime.emulator import FORWARD, REVERSE
@@ -155,3 +156,21 @@ def test_a_missing_wait_shows(wait: str, tmp_path: Path) -> None:
 
     assert not any(is_wrong(order) for order in ORDERS)
     assert any(is_wrong(order, include_dirs=[tmp_path]) for order in ORDERS)
+
+
+# What results of up in training leave by, three outputs of which two are halves of one operand, and those of down.
+FORMS = {
+    ("cooperative", 2048, 768): ("32, 3, 1", "128, 1, 1"),
+    ("cooperative", 192, 160): ("32, 3, 1", "64, 1, 2"),  # 128 columns would end past the last one
+    ("cooperative", 200, 136): ("", "64, 1, 2"),  # halves that no box ends with
+    ("swapped", 2048, 768): ("64, 3, 2, 16", "64, 1, 1, 48"),
+}
+
+
+@pytest.mark.parametrize(("tile", "hidden", "intermediate"), FORMS)
+def test_as_much_leaves_at_a_time_as_there_is_room_for(tile: str, hidden: int, intermediate: int) -> None:
+    experts = mo.Experts(8, hidden, intermediate, dtype="bf16")
+    layer = mo.compile(experts, target="sm_90a", passes=f"specialize{{tile={tile}}}").layer(2, weights_dtype="bf16")
+    sources = (layer.kernels[f"experts_{name}_proj"].source for name in ("gate_up", "down"))
+    found = (re.search(r"Staged(?:Boxes|Columns)<__nv_bfloat16, (.*)>;", source) for source in sources)
+    assert tuple(match[1] if match else "" for match in found) == FORMS[tile, hidden, intermediate]

@@ -348,11 +348,11 @@ int encode(const Driver& driver, const TensorBoxes& boxes, TensorMap& map) {
         return 0;
     }
     if (((boxes.address | uint64_t(boxes.row_bytes) | uint64_t(boxes.matrix_bytes)) & 15) != 0) return kInvalidValue;
-    constexpr uint64_t kRunEnd = 1ull << 30;  // see tensor_map.cuh
+    constexpr uint64_t kRunEnd = 1ull << 30, kWraps = 1ull << 34;  // their product is 2^64; see tensor_map.cuh
     const bool of_rows = boxes.matrices == 0;
     const uint64_t columns = uint64_t(boxes.columns), rows = uint64_t(boxes.rows), row_bytes = uint64_t(boxes.row_bytes);
     const uint64_t dims[] = {columns, of_rows ? kRunEnd : rows, of_rows ? rows + 1 : uint64_t(boxes.matrices), kRunEnd + 1};
-    const uint64_t strides[] = {row_bytes, of_rows ? row_bytes : uint64_t(boxes.matrix_bytes), (1ull << 34) - row_bytes};
+    const uint64_t strides[] = {row_bytes, of_rows ? row_bytes : uint64_t(boxes.matrix_bytes), kWraps - row_bytes};
     const uint32_t box[] = {uint32_t(boxes.box_columns), uint32_t(boxes.box_rows), 1, 1};
     const uint32_t every[] = {1, 1, 1, 1};
     return driver.encode(&map, int(boxes.data_type), of_rows ? 4 : 3, reinterpret_cast<void*>(boxes.address), dims, strides,

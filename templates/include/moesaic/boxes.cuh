@@ -23,7 +23,7 @@ struct EmulatedBox {
         line_bytes(static_cast<int>(map.box_columns * 2)),
         rows(static_cast<int>(at_most(map.rows - row, map.box_rows))),
         bytes(static_cast<int>(at_most(map.columns - column, map.box_columns) * 2)) {
-    check(column);
+    if (column % 8 != 0) moesaic_emulate_fail("a box begins at a column that is no multiple of 8");
     if (matrix >= map.matrices) rows = 0;
   }
   // Of a map of rows.
@@ -34,13 +34,11 @@ struct EmulatedBox {
     if (first_row + static_cast<long long>(count) > map.rows) box.rows = 0;
     return box;
   }
-
- private:
-  static void check(int column) {
-    if (column % 8 != 0) moesaic_emulate_fail("a box begins at a column that is no multiple of 8");
-  }
 };
 #endif
+
+// A number that all lanes of the warp have, as the compiler knows from here on: it branches by it without asking each lane.
+__device__ __forceinline__ unsigned of_warp(unsigned value) { return __shfl_sync(0xffffffffu, value, 0); }
 
 // One lane of a warp, all of which call it. What that lane hands to the copy engine has to be in registers of the warp; the
 // compiler knows here that there is one lane, and else goes over all of them in a loop for each box.

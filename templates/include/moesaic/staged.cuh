@@ -136,7 +136,7 @@ class StagedBoxes {
 
   unsigned char* boxes_;
   int buffer_ = 0;
-  const unsigned warp_ = __shfl_sync(0xffffffffu, threadIdx.x % 128 / 32, 0);  // of the warpgroup
+  const unsigned warp_ = of_warp(threadIdx.x % 128 / 32);  // of the warpgroup
   unsigned kept_[kOutputs][4];  // pairs that wait for others
 };
 
