@@ -99,7 +99,7 @@ def routers(page: str) -> Plot:
                 bars.append(Bar(row["router"], {"floor": number(row[f"floor{suffix}"]), "ours": ours, "peer": eager}))
             panels.append(Panel(f"{outputs} outputs, {direction}", tuple(bars)))
     series = {"floor": "fewest bytes", "ours": "moesaic", "peer": "eager torch"}
-    return Plot("Routers, bf16, T = 65536, one H100", "us", series, tuple(panels))
+    return Plot("Routers, bf16, T = 65536, one H200", "us", series, tuple(panels))
 
 
 def experts(page: str) -> Plot:

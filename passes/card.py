@@ -53,5 +53,5 @@ H100 = Card(
     launch_us=1.17,
     source="docs/performance.md; nothing was measured here",
 )
-"""What `docs/performance.md` was measured on: copy bandwidth and graph node of its runs, the fastest dense product in
-its section on experts; float32 from 132 multiprocessors at 1.7 GHz."""
+"""What the last section of `docs/performance.md` was measured on: copy bandwidth and graph node of its runs, its
+fastest dense product; float32 from 132 multiprocessors at 1.7 GHz."""

@@ -58,7 +58,7 @@ def test_floors_of_routers_are_the_published_ones(
     router: str, experts: int, picks: int, options: dict, dense: bool, dtype: str
 ) -> None:
     logits = {"bf16": "bf16", "fp32": "float32"}[dtype]
-    section = f"{logits} logits, {'dense' if dense else 'compact'} outputs"
+    section = f"H100, {logits} logits, {'dense' if dense else 'compact'} outputs"
     forward, both = published(section, router)
     outputs = ("probs", "map") if dense else ("weights", "indices")
     declared = mo.Router(experts, picks, outputs=outputs, **options)
