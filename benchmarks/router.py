@@ -27,7 +27,8 @@ measured in this run; ``issue`` and ``shuffle`` estimates from below of the time
 in ``router_bounds.py``); ``of floor`` floor over time of ours, ``of bound`` the same for the largest of floor, issue,
 shuffle and launches; ``x`` a peer's time over ours. ``data``: inputs and outputs of the rotation exceed the L2 cache
 (memory) or not (L2: the floor says little there). Where the data of a single call fits, backward finds the logits in
-the cache, and ``of floor`` of fwd+bwd can exceed 100 %. Times are microseconds.
+the cache, and ``of floor`` of fwd+bwd can exceed 100 %. ``tuned``: for how many of a pass's kernels a table of tuned
+choices had one in the rule's place. Times are microseconds.
 """
 
 from __future__ import annotations

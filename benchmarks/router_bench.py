@@ -15,7 +15,7 @@ from router_cases import (
     make_bias,
     make_inputs,
 )
-from router_rows import PASSES, Row, Variant, print_header, print_row, variants, write_json
+from router_rows import KINDS, PASSES, Row, Variant, print_header, print_row, variants, write_json
 from timing import (
     Clock,
     GraphTimer,
@@ -28,7 +28,9 @@ from timing import (
 )
 from torch import Tensor
 
+import moesaic as mo
 from moesaic.codegen.target import Target
+from moesaic.runtime.token_buckets import FEW_TOKENS, label, number_of
 
 
 class Bench:
@@ -99,12 +101,20 @@ class Bench:
         problem = self._problem(case, outputs, routes["ours"], inputs[0], bias) if "ours" in routes else ""
         for which in PASSES:
             found = variant.bounds(which, tokens, self._machine, self._target)
-            row = Row(variant, tokens, which, found, cold, sets)
+            row = Row(variant, tokens, which, found, cold, sets, tuned=self._tuned(variant, tokens, which))
             if problem:
                 row.cells["ours"] = problem
             self._time(row, {k: v for k, v in routes.items() if k != "ours" or not problem}, inputs, bias)
             self.rows.append(row)
             print_row(row)
+
+    def _tuned(self, variant: Variant, tokens: int, which: str) -> dict[str, dict[str, dict[str, str]]]:
+        """What tables of this GPU chose for a pass."""
+        if self._device != "cuda":
+            return {}
+        layer = mo.compile(variant.case.module(variant.outputs, variant.dtype), backend="cuda", passes=variant.passes)
+        of_bucket = layer.tuned.get(label(number_of(tokens, FEW_TOKENS), FEW_TOKENS), {})
+        return {kind: {k: dict(p) for k, p in of_bucket[kind].items()} for kind in KINDS[which] if kind in of_bucket}
 
     def _problem(self, case: Case, outputs: str, ours: Route, inputs: Inputs, bias: Tensor | None) -> str:
         """Empty if the result of ours is right."""

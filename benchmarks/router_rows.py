@@ -34,7 +34,7 @@ PASSES: dict[str, Callable[[Route, Inputs, Tensor | None], tuple[Tensor, ...]]] 
     "fwd": forward,
     "fwd+bwd": forward_backward,
 }
-_KINDS = {"fwd": ("forward",), "fwd+bwd": ("training", "backward")}
+KINDS = {"fwd": ("forward",), "fwd+bwd": ("training", "backward")}
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Variant:
 
     def bounds(self, which: str, tokens: int, machine: Machine, target: Target) -> Bounds:
         """Of one pass."""
-        kernels = [op for kind in _KINDS[which] for op in kernel_ops(self.executable(kind, target))]
+        kernels = [op for kind in KINDS[which] for op in kernel_ops(self.executable(kind, target))]
         work: Work = total_work(kernels)
         return bounds(machine, tokens, self.bytes_per_token(which), work, launches=len(kernels))
 
@@ -85,6 +85,8 @@ class Row:
     cold: bool = True
     sets: int = 0
     cells: dict[str, Timing | str] = field(default_factory=dict)
+    tuned: dict[str, dict[str, dict[str, str]]] = field(default_factory=dict)
+    """By function and kernel, what a table chose in the rule's place."""
 
     def us(self, implementation: str) -> float | None:
         """A time, if there is one."""
@@ -114,6 +116,7 @@ class Row:
             "shuffles_per_token": self.bounds.work.shuffles,
             "sets": self.sets,
             "data": "memory" if self.cold else "L2",
+            "tuned": self.tuned,
             "of_floor": self.bounds.memory_us / ours if ours else None,
             "of_bound": self.bounds.us / ours if ours else None,
             **{name: asdict(c) if isinstance(c, Timing) else c for name, c in self.cells.items()},
@@ -138,7 +141,7 @@ def kernel_ops(executable: Executable) -> list[Kernel]:
 _WIDTHS = (
     ("case", -12), ("dtype", -5), ("outputs", -7), ("T", 5), ("pass", -7), ("B/token", 7), ("floor", 7), ("issue", 7),
     ("shuffle", 7), ("ours", 8), ("+-", 5), ("of floor", 8), ("of bound", 8), ("eager", 8), ("x", 6), ("compile", 8),
-    ("x", 6), ("data", -6), ("variant", -7),
+    ("x", 6), ("data", -6), ("tuned", 5), ("variant", -7),
 )  # fmt: skip
 
 
@@ -171,6 +174,7 @@ def print_row(row: Row) -> None:
         cells.append(_number(peer) if peer is not None else str(cell).partition(":")[0])
         cells.append(f"{peer / ours:.1f}x" if peer is not None and ours else "-")
     cells.append(("memory" if row.cold else "L2") if row.sets else "-")
+    cells.append(str(sum(map(len, row.tuned.values()))) if isinstance(mine, Timing) else "-")
     cells.append(str(row.variant.number) if row.variant.number else "")
     print(_line(cells), flush=True)
     for name, cell in row.cells.items():

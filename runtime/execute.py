@@ -501,19 +501,19 @@ class Runner:
         aligned = usual_alignments(program.planned(kind, cotangents))
         return self.points(program, kind, cotangents, bucket, aligned, device)
 
-    def tuned(self, program: Program, device: torch.device) -> dict[str, dict[str, dict[str, str]]]:
-        """By bucket of T and kernel, what was tuned for contiguous inputs; buckets that the rule decides are left
-        out."""
+    def tuned(self, program: Program, device: torch.device) -> dict[str, dict[str, dict[str, dict[str, str]]]]:
+        """By bucket of T, function (``forward``, ``training``, ``backward``) and kernel, what was tuned for contiguous
+        inputs; buckets and functions that the rule decides are left out."""
         kinds: list[tuple[str, tuple[str, ...]]] = [("forward", ()), ("training", ())]
         if program.backward_function(program.float_results) is not None:
             kinds.append(("backward", program.float_results))
-        found: dict[str, dict[str, dict[str, str]]] = {}
+        found: dict[str, dict[str, dict[str, dict[str, str]]]] = {}
         for bucket in range(token_buckets.COUNT):
             for kind, cotangents in kinds:
                 points = self.usual_points(program, kind, cotangents, bucket, device)
                 if points:
                     label = token_buckets.label(bucket, self.few_tokens)
-                    found.setdefault(label, {}).update(map(parse_point, points))
+                    found.setdefault(label, {})[kind] = dict(map(parse_point, points))
         return found
 
     def prepare_again(self, program: Program) -> None:

@@ -101,9 +101,13 @@ class LayerViews:
         return {symbol: made.resources for symbol, made in self._all_compiled().items()}
 
     @property
-    def tuned(self) -> Mapping[str, Mapping[str, Mapping[str, str]]]:
-        """What was tuned for this GPU: by numbers of tokens, such as ``<=4096``, and kernel, the choices that calls
-        with contiguous inputs run in place of those that the views here show. Empty without a GPU."""
+    def tuned(self) -> Mapping[str, Mapping[str, Mapping[str, Mapping[str, str]]]]:
+        """What was tuned for this GPU: by numbers of tokens, such as ``<=4096``, function and kernel, the choices that
+        calls with contiguous inputs run in place of those that the views here show.
+
+        Functions are ``forward``, ``training`` (the forward that keeps what backward needs) and ``backward``; kernels
+        of the first two share names, and may differ. Empty without a GPU.
+        """
         if not torch.cuda.is_available():
             return {}
         return _cuda.tuned(self._program(), _cuda.place(torch.device("cuda")))

@@ -252,7 +252,12 @@ def test_what_was_tuned_can_be_read(tables: Tables) -> None:
     assert runner.tuned(program, device) == {}
     point = {"lanes": "2", "select": "merge", "listed": "2", "threads": "64", "prefetch": "off", "resident": "1"}
     tables.user.entries[keys_of(program, 2)["route_rows"]] = replace(ENTRY, point=point)
-    assert runner.tuned(program, device) == {"<=16384": {"route_rows": point}}
+    same = {"route_rows": point}
+    assert runner.tuned(program, device) == {"<=16384": {"forward": same, "training": same}}
+    # A dense router keeps its picks for backward: its inference is another kernel of that name.
+    dense = program_of(replace(ROUTER, outputs=("probs", "map")).module("bf16"))
+    tables.user.entries[keys_of(dense, 1)["route_rows"]] = replace(ENTRY, point=point)
+    assert runner.tuned(dense, device) == {"<=4096": {"forward": same}}
     if not torch.cuda.is_available():
         assert mo.compile(ROUTER).tuned == {}
 
