@@ -33,12 +33,14 @@ import moesaic as mo
 from moesaic.runtime.program import program_of
 
 LOWERED = 40
-EMULATED = (7, random_layers.NARROW + 44)  # the latter of one expert
+EMULATED = (7, random_layers.NARROW + 44, 70774)  # of one expert; of one number, in which four picks cancel
 ON_GPU = (*range(200), 484, 746, *range(random_layers.NARROW, random_layers.NARROW + 20))
 ALLOWED = {torch.float32: 2.0**-17, torch.float16: 2.0**-8, torch.bfloat16: 2.0**-5}
 """Of the largest value: a few products after one another, of operands rounded to 2^-24, 2^-11 and 2^-9."""
 STORED = {torch.float32: 0.0, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7, torch.float64: 0.0}
 """What four roundings to the type may change: autograd adds up gradients from several sides in it."""
+FEW = 8
+"""So few numbers, such as sums over all tokens, may be what is left of larger ones, and do not say how large."""
 CANCELLED = 1.0
 """Cotangents and what they meet are near 1, gradients differences of such numbers: smaller ones are not more exact."""
 
@@ -88,15 +90,15 @@ def check(case: Case, backend: str) -> None:
         error = (found[name].double() - right).abs()
         assert not error.isnan().any(), f"{name}: not a number"
         if rounded:
-            few = right.numel() < 8  # sums over all tokens, in which much cancels
-            allowed = 0.15 * max(largest, 1.0) if few else ALLOWED[case.dtype] * max(largest, 1e-6)
+            allowed = 0.15 * max(largest, 1.0) if right.numel() < FEW else ALLOWED[case.dtype] * max(largest, 1e-6)
             steps = torch.finfo(found[name].dtype)  # numbers so small are multiples of one
             allowed = max(allowed, 2 * steps.smallest_normal * steps.eps)
             wrong = (error > allowed).double().mean().item()
             assert wrong < 0.25, f"{name}: {wrong:.0%} of it is off"
         else:
             allowed = ALLOWED[torch.float32] + STORED[found[name].dtype]
-            least = CANCELLED if name.startswith("d ") else 1e-3  # a sum of products near 1 may cancel, too
+            cancels = name.startswith("d ") or right.numel() < FEW
+            least = CANCELLED if cancels else 1e-3  # a sum of products near 1 may cancel, too
             worst = error.max().item()
             assert worst <= allowed * max(largest, least), f"{name}: off by {worst:.3g} of {largest:.3g}"
 
