@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -115,6 +116,20 @@ def test_an_unusable_cache_is_replaced_by_a_temporary_one(tmp_path: Path, monkey
     monkeypatch.setenv("MOESAIC_CACHE_DIR", str(shared))
     with pytest.warns(UserWarning, match="somebody else"):
         build(ONE, "one", [])
+
+
+def test_a_library_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a process has mapped all that it may: the error is ours, and the next try may be better."""
+
+    def refuse(path: str) -> None:
+        raise OSError(f"{path}: failed to map segment from shared object")
+
+    text = ONE.replace("one", "one_not_loaded")
+    with monkeypatch.context() as without:
+        without.setattr(ctypes, "CDLL", refuse)
+        with pytest.raises(ToolchainError, match=r"(?s)cannot load .*failed to map.* kernels, .*max_map_count.*noexec"):
+            build(text, "one_not_loaded", [])
+    assert run(build(text, "one_not_loaded", []), np.zeros(1, np.int32)) == 1
 
 
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,6 +174,7 @@ def test_a_failure_shrinks_and_is_saved(tmp_path: Path, monkeypatch: pytest.Monk
 
 # From the command line ------------------------------------------------------------------------------------------------
 
+LAYERS_OF_PROCESS = 200
 FAULTS = (AssertionError, RuntimeError, ValueError, TypeError, mo.MoesaicError)
 
 
@@ -218,7 +219,10 @@ def main() -> int:
     start, done, bad = time.monotonic(), 0, 0
     seeds = iter(range(args.first, args.last))
     context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(args.jobs, mp_context=context, initializer=_one_thread) as pool:
+    # A process keeps the kernels of every layer, and may map so many: after a while there is a new one.
+    with concurrent.futures.ProcessPoolExecutor(
+        args.jobs, mp_context=context, initializer=_one_thread, max_tasks_per_child=LAYERS_OF_PROCESS
+    ) as pool:
         running: set[concurrent.futures.Future[str | None]] = set()
         while True:
             while len(running) < args.jobs and time.monotonic() - start < args.seconds:

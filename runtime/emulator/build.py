@@ -69,7 +69,7 @@ def build(
 
     Raises:
         KernelCompileError: the compiler rejects the text.
-        ToolchainError: there is no compiler, or no CUDA headers.
+        ToolchainError: there is no compiler, there are no CUDA headers, or what was compiled cannot be loaded.
     """
     if re.fullmatch(r"[A-Za-z_]\w*", kernel_name) is None:
         raise InputError(f"kernel name {kernel_name!r} is not a C identifier")
@@ -100,9 +100,21 @@ def build(
     )  # outside the lock: threads may compile side by side
     known = _kernels.get(library)
     if known is None:
-        known = EmulatedKernel(kernel_name, ctypes.CDLL(str(library)), library, library.with_name(f"{kernel_name}.cu"))
+        known = EmulatedKernel(kernel_name, _loaded(library), library, library.with_name(f"{kernel_name}.cu"))
         known = _kernels.setdefault(library, known)
     return known
+
+
+def _loaded(library: Path) -> ctypes.CDLL:
+    """A library in this process, where it stays."""
+    try:
+        return ctypes.CDLL(str(library))
+    except OSError as error:
+        raise ToolchainError(
+            f"the emulator cannot load {library}: {error}; this process has {len(_kernels)} kernels, which stay. With "
+            "thousands, the system may map no more for it (Linux: vm.max_map_count): run the rest in another process. "
+            "With few, the folder may be one that no program may be loaded from (noexec): set MOESAIC_CACHE_DIR"
+        ) from error
 
 
 def _compile_kernel(
@@ -170,7 +182,7 @@ def _runtime(compiler: toolchain.Compiler) -> tuple[str, Path]:
     if digest in _runtimes:  # built anew because its file is gone; what is loaded stays
         _runtimes[digest] = (_runtimes[digest][0], library)
     else:
-        _runtimes[digest] = (ctypes.CDLL(str(library)), library)
+        _runtimes[digest] = (_loaded(library), library)
     return digest, library
 
 
