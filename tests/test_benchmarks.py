@@ -131,7 +131,9 @@ def test_picks() -> None:
         picks = make_picks(case, 512, generator, routing).sort(-1)[0]
         assert (picks[:, 1:] > picks[:, :-1]).all(), "an expert is picked twice"
         assert picks.min() >= 0 and picks.max() < case.experts
-    assert load_of(case, make_picks(case, 512, generator, "even")).skew == 1.0
+    even = make_picks(case, 512, generator, "even")
+    assert load_of(case, even).skew == 1.0
+    assert (even.sort(-1)[0].diff(dim=-1) >= case.experts // case.top_k).all()
     assert load_of(case, make_picks(case, 512, generator, "one")).experts == 1
     every = make_picks(case, 4096, generator)
     local = load_of(case, keep_share(case, every, 0.125, "local", generator))
