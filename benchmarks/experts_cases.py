@@ -138,7 +138,7 @@ def make_picks(case: Case, tokens: int, generator: torch.Generator, routing: str
     """Picks [T, K]: K distinct experts at random, evenly, or with popularity 1 / rank; or one expert for all.
 
     Even ones of a token are as far apart as they can be. Were they side by side, experts that follow one another would
-    read the same rows of x and find them in the L2 cache, where those of random picks are not.
+    read the same rows of x, and could find them in the L2 cache, where those of random picks are not.
     """
     shape, device = (tokens, case.experts), generator.device
     if routing == "one":

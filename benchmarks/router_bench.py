@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Mapping
 
 import torch
 from router_cases import (
@@ -15,7 +16,7 @@ from router_cases import (
     make_bias,
     make_inputs,
 )
-from router_rows import KINDS, PASSES, Row, Variant, print_header, print_row, variants, write_json
+from router_rows import KINDS, PASSES, Row, Tuned, Variant, print_header, print_row, variants, write_json
 from timing import (
     Clock,
     GraphTimer,
@@ -73,11 +74,13 @@ class Bench:
         print_header()
         for variant in variants(self._args):
             routes = self._routes(variant)
+            tuned = self._tuned(variant)
             for tokens in self._args.tokens:
                 if self._clock.over:
                     self.not_started += len(PASSES)
                 else:
-                    self._variant_at(variant, tokens, routes)
+                    bucket = label(number_of(tokens, FEW_TOKENS), FEW_TOKENS)
+                    self._variant_at(variant, tokens, routes, tuned.get(bucket, {}))
                 if self._device == "cuda":
                     torch.cuda.empty_cache()
 
@@ -93,7 +96,7 @@ class Bench:
             made["compile"] = torch.compile(case.eager(outputs))
         return made
 
-    def _variant_at(self, variant: Variant, tokens: int, routes: dict[str, Route]) -> None:
+    def _variant_at(self, variant: Variant, tokens: int, routes: dict[str, Route], tuned: Tuned) -> None:
         case, outputs = variant.case, variant.outputs
         sets, cold = sets_for(tokens * variant.bytes_per_token("fwd"), self._machine.l2_bytes)
         bias = make_bias(case, self._generator)
@@ -101,20 +104,19 @@ class Bench:
         problem = self._problem(case, outputs, routes["ours"], inputs[0], bias) if "ours" in routes else ""
         for which in PASSES:
             found = variant.bounds(which, tokens, self._machine, self._target)
-            row = Row(variant, tokens, which, found, cold, sets, tuned=self._tuned(variant, tokens, which))
+            row = Row(variant, tokens, which, found, cold, sets)
+            row.tuned = {kind: tuned[kind] for kind in KINDS[which] if kind in tuned}
             if problem:
                 row.cells["ours"] = problem
             self._time(row, {k: v for k, v in routes.items() if k != "ours" or not problem}, inputs, bias)
             self.rows.append(row)
             print_row(row)
 
-    def _tuned(self, variant: Variant, tokens: int, which: str) -> dict[str, dict[str, dict[str, str]]]:
-        """What tables of this GPU chose for a pass."""
-        if self._device != "cuda":
+    def _tuned(self, variant: Variant) -> Mapping[str, Tuned]:
+        """What tables of this GPU chose, by bucket of T."""
+        if "ours" not in self._args.only:
             return {}
-        layer = mo.compile(variant.case.module(variant.outputs, variant.dtype), backend="cuda", passes=variant.passes)
-        of_bucket = layer.tuned.get(label(number_of(tokens, FEW_TOKENS), FEW_TOKENS), {})
-        return {kind: {k: dict(p) for k, p in of_bucket[kind].items()} for kind in KINDS[which] if kind in of_bucket}
+        return mo.compile(variant.case.module(variant.outputs, variant.dtype), passes=variant.passes).tuned
 
     def _problem(self, case: Case, outputs: str, ours: Route, inputs: Inputs, bias: Tensor | None) -> str:
         """Empty if the result of ours is right."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -35,6 +35,9 @@ PASSES: dict[str, Callable[[Route, Inputs, Tensor | None], tuple[Tensor, ...]]] 
     "fwd+bwd": forward_backward,
 }
 KINDS = {"fwd": ("forward",), "fwd+bwd": ("training", "backward")}
+
+Tuned = Mapping[str, Mapping[str, Mapping[str, str]]]
+"""By function and kernel, what a table chose in the rule's place."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +88,7 @@ class Row:
     cold: bool = True
     sets: int = 0
     cells: dict[str, Timing | str] = field(default_factory=dict)
-    tuned: dict[str, dict[str, dict[str, str]]] = field(default_factory=dict)
-    """By function and kernel, what a table chose in the rule's place."""
+    tuned: Tuned = field(default_factory=dict)
 
     def us(self, implementation: str) -> float | None:
         """A time, if there is one."""

@@ -617,28 +617,22 @@ def test_rows_of_routers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert [(row["pass"], row["ours"]["us"]) for row in rows] == [
         ("fwd", 1.0), ("fwd+bwd", 3.0), ("fwd", 5.0), ("fwd+bwd", 7.0)
     ]  # fmt: skip
-    assert [row["tuned"] for row in rows] == [{}] * 4
 
 
 def test_rows_of_routers_say_what_was_tuned(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of the pass and the bucket of T that is timed."""
-    from router_rows import print_row
-
     from moesaic.runtime.layer_views import LayerViews
 
-    made = routers("--only", "ours", "--outputs", "compact")
     point = {"lanes": "2"}
     known = {"training": {"route_rows": point}, "backward": {"route_backward_rows": point}}
     monkeypatch.setattr(LayerViews, "tuned", property(lambda layer: {"<=256": known, "<=4096": {"forward": known}}))
-    made._device = "cuda"
-    found = [made._tuned(row.variant, row.tokens, row.which) for row in made.rows]
-    assert found == [{}, known]
-    capsys.readouterr()
-    made.rows[1].tuned = known
-    print_row(made.rows[1])
-    assert capsys.readouterr().out.split()[-1] == "2"
+    made = routers("--only", "ours", "--outputs", "compact")
+    assert [row.tuned for row in made.rows] == [{}, known]
+    assert [row.as_dict()["tuned"] for row in made.rows] == [{}, known]
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("8x2")]
+    assert [line[-1] for line in lines] == ["0", "2"]
 
 
 def test_a_wrong_router_is_not_timed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -180,10 +180,11 @@ __device__ __forceinline__ void store_one(T* address, T value) {
 constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr int kWarp = 32;
 
-// The warp's number in its block, of which the compiler knows that all lanes have the same.
-__device__ __forceinline__ int own_warp() {
-  return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarp, 0);
-}
+// A number that all lanes of the warp have, as the compiler knows from here on: it branches by it without asking each lane.
+__device__ __forceinline__ unsigned of_warp(unsigned value) { return __shfl_sync(kAllLanes, value, 0); }
+
+// So the warp's number in its block.
+__device__ __forceinline__ unsigned own_warp() { return of_warp(threadIdx.x / kWarp); }
 
 // The sum of what lanes of lower numbers have, and the sum of all.
 __device__ __forceinline__ int warp_before(int x, int& total) {

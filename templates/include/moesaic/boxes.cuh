@@ -37,9 +37,6 @@ struct EmulatedBox {
 };
 #endif
 
-// A number that all lanes of the warp have, as the compiler knows from here on: it branches by it without asking each lane.
-__device__ __forceinline__ unsigned of_warp(unsigned value) { return __shfl_sync(0xffffffffu, value, 0); }
-
 // One lane of a warp, all of which call it. What that lane hands to the copy engine has to be in registers of the warp; the
 // compiler knows here that there is one lane, and else goes over all of them in a loop for each box.
 // PTX ISA, "Parallel Synchronization and Communication Instructions: elect.sync".

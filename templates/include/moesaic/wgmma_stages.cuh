@@ -289,7 +289,7 @@ class WgmmaStages {
                                         int left_extent, int right_extent, bool together) {
     if (!kCopies && !asks()) return;
     // Where whole warps are here, one lane asks for boxes, of a warp which the compiler knows to be all there.
-    const unsigned warp = kCopies ? of_warp(threadIdx.x / 32) : 0;
+    const unsigned warp = kCopies ? own_warp() : 0;
     const auto left_lines = lines_of(left_rows);
     Left left;
     Right right;
