@@ -11,7 +11,7 @@ from typing import Protocol
 
 from moesaic.ir.core import Block, BlockArgument, Value, columns_of
 from moesaic.ir.errors import InternalError, UnsupportedError, UsageError
-from moesaic.ir.ops import col, row
+from moesaic.ir.ops import col, math, row
 from moesaic.ir.ops.kernel import finish_in, segments_of
 from moesaic.ir.ops.launch import Kernel
 from moesaic.passes.clusters import MOST_BLOCKS
@@ -50,16 +50,28 @@ _BLOCK_SLOTS = {"few": 16, "many": 24}  # live ones; registers for 24 leave room
 _BLOCK_LANES = (64, 512)  # twice as many leave 64 registers a thread, too few for 16 slots
 _USUAL_LANES = 128  # of a block
 _LONG_ROW_OF_FEW = 256  # columns from which on a block of few tokens has more threads; half as many where it is compact
+_UNEVEN = range(256, 512)  # columns of a dense row: few tokens are two blocks a multiprocessor, which has room for more
+_TOKENS_OF_UNEVEN = 32  # of a block, at least, where few tokens are a block for each multiprocessor
 _LONG_ROW = 512  # columns: longer ones have few lanes to spare
 _PICKS_A_LANE = 8  # many picks need registers of their own
 _RESIDENT_WITH_GROUPS = 4  # blocks a multiprocessor; without the bound, registers leave it half empty
 _GROUPED_EXPERTS = 256  # longer rows spill under that bound
 _RESIDENT_LANES = 768  # the same for blocks that select by radix
-_RESIDENT_LANES_OF_WIDE_RANKS = 512
+_RESIDENT_LANES_WITH_SUMS = 1024  # in shared memory
+_RESIDENT_LANES_OF_CROWDED = 512  # with ranks of float32, or with sums in registers
+_RESIDENT_LANES_OF_GRADIENT = 896  # of a loss: it reads a row for all tokens, and keeps it
 _BOUNDED_SLOTS = 18  # of a lane, at most: more do not fit these registers
-_RESIDENT_WITH_SUMS = 4  # blocks of 128 threads that sum, or have a gradient of sums: what a fourth hides is worth more
+_RESIDENT_WITH_SUMS = 4  # blocks of 128 threads that sum: what a fourth hides is worth more
 _RESIDENT_WHERE_COMPACT = 8  # a kernel that only selects waits for what it loads: more warps hide more of that
-_BOUNDED_WITH_LOSS = range(256, 897)  # columns: fewer gain nothing by it, more spill
+# The same for gradients of losses, by columns; others gain nothing by it, or spill. What reads picks in place of a
+# second row has registers to spare, and what goes back through more than a score of what it reads has fewer.
+_RESIDENT_WITH_LOSS: dict[tuple[type, str], dict[range, int]] = {
+    (row.Max, "picks"): {range(64, 65): 8, range(256, 897): 5},
+    (row.Max, "rows"): {range(256, 897): 4},
+    (row.Max, "picks, of more"): {range(256, 897): 4},
+    (math.Sigmoid, "picks"): {range(64, 65): 7, range(128, 897): 5},
+    (math.Sigmoid, "rows"): {range(128, 897): 4},
+}
 _SUMMED_SLOTS = 16  # from so many on, a lane of a warp keeps its sums in shared memory, if registers are scarce
 _LARGE_BLOCKS = range(256, 1024)  # columns of a dense row: fewer have registers to spare, more have not enough
 _LARGEST_BLOCK = 512  # threads
@@ -177,7 +189,7 @@ class _Rule:
         select = self._select()
         threads, memory = self._threads(select)
         prefetch = self.options.prefetch or ("on" if self._prefetches() else "off")
-        in_turn = bool(self.columns) or bool(segments_of(self.region)) or prefetch == "on"
+        in_turn = bool(self.columns) or bool(segments_of(self.region)) or prefetch == "on" or self._reads_for_all
         return {
             "lanes": str(self.lanes),
             "vec": str(self.vec),
@@ -185,8 +197,9 @@ class _Rule:
             "grid": "fixed" if self.cluster else "persistent" if in_turn else "cover",
             **({"cluster": str(self.cluster)} if self.cluster else {}),
             "prefetch": prefetch,
-            "resident": str(self.options.resident or self._resident(threads, select)),
+            "resident": str(self.options.resident or self._resident(threads, select, "sums" in memory)),
             **({"rounds": "warps"} if in_turn and self._goes_by_warps(threads) else {}),
+            **({"next": "late"} if self._shares_out_badly(threads) else {}),
             **select,
             **memory,
         }
@@ -215,6 +228,21 @@ class _Rule:
             most = _LANES_OF_FEW["packed" if self.selections and not self.wide else "other"]
             lanes = min(lanes, max(most, self.slots // _SLOTS, for_picks))
         return lanes
+
+    @property
+    def _reads_for_all(self) -> bool:
+        """Whether a block that shares a token reads a row that all tokens have in common, as gradients of losses do:
+        for each token anew that would be half as much again as what it reads of its own."""
+        return self.block and not self.selections and any(x.kind == "vector" for x in self._of_arguments)
+
+    @property
+    def _of_arguments(self) -> list[Layout]:
+        return [self.layouts[a] for a in self.region.arguments]
+
+    @property
+    def _live_slots(self) -> int:
+        """How many values of a row a lane holds, but for a whole row's dead ones."""
+        return -(-self.experts // (self.vec * self.lanes)) * self.vec
 
     def _slots_of_lane(self) -> int:
         """How many values of a row a lane should hold."""
@@ -262,19 +290,26 @@ class _Rule:
                 "threads"
             )
         per_token = _shared_bytes_per_token(self.region, self.experts, self.vec, self.lanes, select)
-        if self.block:  # a lane is the only one with its columns: what is summed over tokens needs no shared memory
-            exchanged = exchanged_bytes(self.region, self.lanes)
-            return self.lanes, {"tables": "dynamic" if per_token + exchanged > _SHARED_LIMIT else "static"}
+        in_shared = self._sums_in_shared()
+        if self.block:  # a lane is the only one with its columns
+            used = per_token + exchanged_bytes(self.region, self.lanes)
+            where = {"tables": "dynamic" if used > _SHARED_LIMIT else "static"}
+            fits = used + 4 * self.lanes * self._live_slots * in_shared <= _SHARED_LIMIT
+            return self.lanes, {**where, **({"sums": "shared"} if in_shared and fits else {})}
         threads = self.options.threads or self._usual_threads()
         fixed = sum(4 * self.experts for o in self.columns if isinstance(o, col.Count))
         if self.cluster:  # the first has a row of each sum from each, and adds up what its threads have
             fixed += sum(4 * self.cluster * columns_of(o.result) for o in self.columns) + 4 * WARP
         per_warp = sum(4 * columns_of(o.x) for o in self.sums)
-        in_shared = self._sums_in_shared()
-        per_warp += WARP * 4 * self.slots // self.lanes * in_shared
+        per_warp += WARP * 4 * self._live_slots * in_shared
+        vectors = self._vectors_in_shared()
+        fixed += 4 * self.lanes * self._live_slots * vectors
         while threads > WARP and fixed + per_warp * threads // WARP + per_token * threads // self.lanes > _SHARED_LIMIT:
             threads //= 2
-        return threads, {"sums": "shared"} if in_shared else {}
+        return threads, {
+            **({"sums": "shared"} if in_shared else {}),
+            **({"vectors": "shared"} if vectors else {}),
+        }
 
     def _usual_threads(self) -> int:
         if self.cluster:
@@ -303,13 +338,27 @@ class _Rule:
         sum is then read and written for each token, which takes as long as the shuffles that find picks.
 
         What picks by 16-bit ranks has registers enough, and so has a cluster, whose blocks have a multiprocessor each.
+        A block that shares a token waits for its picks, which only other blocks hide: there none is to spare.
         """
-        if self.cluster:
-            return 0
-        spare = self.dense or not self.wide
-        if (spare and not self.limits) or self.slots // self.lanes < _SUMMED_SLOTS:
+        if self.cluster or not (self.selections if self.block else self._is_crowded):
             return 0
         return sum(self.layouts[o.x].kind == "experts" for o in self.sums)
+
+    def _vectors_in_shared(self) -> int:
+        """How many rows that all tokens have in common, such as a selection bias, lie in shared memory.
+
+        Not those of few tokens, which have warps to spare, and for which it takes 0.2 us to put them there; nor beside
+        sums, which keep shared memory busy.
+        """
+        if self.few or not self._is_crowded or self._sums_in_shared():
+            return 0
+        return sum(x.kind == "vector" for x in self._of_arguments)
+
+    @property
+    def _is_crowded(self) -> bool:
+        """Whether lanes of a warp need most of their registers for finding picks: of groups, or of float32 ranks."""
+        spare = not self.limits and (self.dense or not self.wide)
+        return not (spare or self.cluster or self.block or self.slots // self.lanes < _SUMMED_SLOTS)
 
     def _goes_by_warps(self, threads: int) -> bool:
         """Whether warps go through the tokens on their own, where blocks do so in rounds: of long rows that are picked
@@ -320,6 +369,17 @@ class _Rule:
         """
         picks = bool(self.selections) and not (self.limits or self.block or self.cluster)
         return picks and self.lanes >= _LANES_BY_WARPS and threads > WARP
+
+    def _shares_out_badly(self, threads: int) -> bool:
+        """Whether the next launch's blocks would come to where this one's happen to be few, and those of the one behind
+        it the other way round, so that a multiprocessor has three blocks of a launch where two each would do. Then the
+        next one is let begin when this one's blocks leave: some 0.2 us later, which is less than what it costs grouped
+        routers (2 to 8 %) and (256,8) dense (23 % at T = 4096).
+
+        Launches with a block for each multiprocessor, or with as many as there is room for, share out by themselves.
+        """
+        few_blocks = self.options.tokens == "few" and threads // self.lanes < _TOKENS_OF_UNEVEN
+        return bool(self.limits) or (few_blocks and self.dense and self.packed and self.experts in _UNEVEN)
 
     # --------------------------------------------------------------------------------------------- rows in flight
 
@@ -344,32 +404,43 @@ class _Rule:
         """Whether a gradient of rows, 16-bit like all that it reads, is also that of a loss: it computes enough for the
         next rows to come meanwhile."""
         gradient = self.dense and not self.block and not self.selections
-        of_loss = any(self.layouts[a].kind == "vector" for a in self.region.arguments)
+        of_loss = any(x.kind == "vector" for x in self._of_arguments)
         return gradient and of_loss and all(a.type.dtype.bytes == 2 for a in self.rows)
 
     @property
-    def _fits_bound(self) -> bool:
-        """Whether a gradient of a loss stays in registers with four blocks a multiprocessor: that of a softmax, without
-        dead slots. Others spill up to 160 bytes, and take 15 % longer."""
-        whole = self.experts % (self.lanes * self.vec) == 0
-        softmax = any(isinstance(o, row.Max) for o in self.region.ops)
-        return softmax and whole and self.experts in _BOUNDED_WITH_LOSS
+    def _resident_with_loss(self) -> int:
+        """Blocks a multiprocessor for a gradient of a loss, where it stays in registers: without dead slots, and sums
+        over tokens of its own. Others spill up to 400 bytes, and take 15 % longer."""
+        functions = {
+            type(o) for o in self.region.ops if isinstance(o, math.Unary) and self.layouts[o.y].kind == "experts"
+        }
+        score = row.Max if any(isinstance(o, row.Max) for o in self.region.ops) else math.Sigmoid
+        more = ", of more" if functions - {score} else ""
+        if (score is math.Sigmoid and score not in functions) or self.sums or self.experts % (self.lanes * self.vec):
+            return 1
+        bounds = _RESIDENT_WITH_LOSS.get((score, ("picks" if len(self.rows) == 1 else "rows") + more), {})
+        return next((blocks for columns, blocks in bounds.items() if self.experts in columns), 1)
 
-    def _resident(self, threads: int, select: dict[str, str]) -> int:
+    def _resident(self, threads: int, select: dict[str, str], in_shared: bool) -> int:
         """Blocks that a multiprocessor should hold at least, which bounds registers."""
         way = select.get("select", "")
         if self.block:
-            one_row = [self.layouts[a].kind for a in self.region.arguments] == ["experts"]
-            live = -(-self.experts // (self.vec * self.lanes)) * self.vec
-            spare = live <= _BOUNDED_SLOTS and self.picks <= BOUNDED_PICKS and not self.limits
-            lanes = _RESIDENT_LANES_OF_WIDE_RANKS if self.wide else _RESIDENT_LANES
+            one_row = [x.kind for x in self._of_arguments] == ["experts"]
+            spare = self._live_slots <= _BOUNDED_SLOTS and self.picks <= BOUNDED_PICKS and not self.limits
+            if self._reads_for_all:
+                return max(1, _RESIDENT_LANES_OF_GRADIENT // self.lanes) if spare and not self.sums else 1
+            lanes = _RESIDENT_LANES_WITH_SUMS if in_shared else _RESIDENT_LANES
+            if self.wide or (self.sums and not in_shared):
+                lanes = _RESIDENT_LANES_OF_CROWDED
             return max(1, lanes // self.lanes) if one_row and spare and way == "radix" else 1
         if self._is_summing and self.sums and self.dense:
             return max(1, _RESIDENT_WITH_SUMS * _USUAL_THREADS // threads)
+        if in_shared and not self.few:
+            return max(1, _RESIDENT_WITH_SUMS * _USUAL_THREADS // threads)
         if self.few or not (threads == _USUAL_THREADS or self._is_large):
             return 1
-        if self._is_gradient_of_loss and self._fits_bound:
-            return _RESIDENT_WITH_SUMS
+        if self._is_gradient_of_loss and self._resident_with_loss > 1:
+            return self._resident_with_loss
         if way == "merge" and not (self.wide or self.dense or self.limits or self.sums) and self.vec > 1:
             return max(1, _RESIDENT_WHERE_COMPACT * _USUAL_THREADS // threads)
         if self.grouped and self.experts <= _GROUPED_EXPERTS and not self.sums:

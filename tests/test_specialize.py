@@ -10,6 +10,9 @@ from moesaic.ir.errors import UnsupportedError, UsageError
 from moesaic.passes.manager import PassManager
 from moesaic.passes.row_shape import MAX_EXPERTS
 from moesaic.passes.specialize import Specialize
+from moesaic.runtime.program import program_of
+
+COMPACT, DENSE = ("weights", "indices"), ("probs", "map")
 
 
 def configuration(router, pipeline="forward", dtype="f32"):
@@ -97,12 +100,13 @@ def test_specialize_spreads_long_rows_and_many_picks(experts, picks, dtype, lane
 @pytest.mark.parametrize(
     ("experts", "options", "dtype", "forward", "backward"),
     [
-        (64, {}, "bf16", (256, False), ("on", "1")),
-        (512, {}, "bf16", (512, False), ("on", "4")),
+        (64, {}, "bf16", (256, False), ("on", "8")),
+        (512, {}, "bf16", (512, False), ("on", "5")),
         (512, {}, "f32", (128, True), ("on", "1")),
         (400, {}, "bf16", (512, False), ("on", "1")),  # dead slots: the bound would spill
-        (512, {"score": "sigmoid"}, "bf16", (512, False), ("on", "1")),  # and so it would here
-        (512, {"groups": 8, "groups_kept": 4}, "bf16", (128, True), ("on", "4")),
+        (512, {"score": "sigmoid"}, "bf16", (512, False), ("on", "5")),
+        (512, {"score": "sqrtsoftplus"}, "bf16", (512, False), ("on", "1")),  # and so it would here
+        (512, {"groups": 8, "groups_kept": 4}, "bf16", (128, True), ("on", "5")),
     ],
 )
 def test_rows_that_losses_are_of(experts, options, dtype, forward, backward):
@@ -114,6 +118,103 @@ def test_rows_that_losses_are_of(experts, options, dtype, forward, backward):
     assert (gradient["prefetch"], gradient["resident"]) == backward
     assert (rows.get("rounds") == "warps") == (experts > 64 and not options.get("groups"))
     assert "rounds" not in gradient
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize(
+    ("experts", "options", "outputs", "blocks"),
+    [
+        (64, {}, COMPACT, 8),
+        (128, {}, COMPACT, 1),
+        (256, {"losses": {"balance": mo.LoadBalance(), "z": mo.ZLoss()}}, COMPACT, 5),
+        (512, {}, DENSE, 4),
+        (512, {"logit_cap": 30.0}, COMPACT, 4),
+        (512, {"logit_cap": 30.0}, DENSE, 1),
+        (512, {"gate_bias": True}, COMPACT, 1),  # whose gradient is summed, too
+        (64, {"score": "sigmoid", "selection_bias": True}, COMPACT, 7),
+        (128, {"score": "sigmoid"}, COMPACT, 5),
+        (256, {"score": "sigmoid"}, DENSE, 4),
+        (256, {"score": "sigmoid", "logit_cap": 30.0}, COMPACT, 1),
+        (256, {"score": "sqrtsoftplus"}, COMPACT, 1),
+        (2304, {}, DENSE, 7),
+        (2304, {"score": "sigmoid"}, COMPACT, 7),
+        (4096, {}, DENSE, 3),
+        (3000, {}, COMPACT, 1),
+        (2304, {"gate_bias": True}, DENSE, 1),
+    ],
+)
+def test_bounds_of_gradients_of_losses_do_not_spill(experts, options, outputs, blocks):
+    given = {"losses": {"balance": mo.LoadBalance()}, **options}
+    router = mo.Router(experts, 8, renormalize=True, outputs=outputs, dtype="bf16", **given)
+    _, _, gradient, *_ = configuration(router, "default", "bf16")
+    assert gradient["resident"] == str(blocks)
+    compiled = mo.compile(router, target="sm_90a", passes="specialize{tokens=many}")
+    assert not compiled.resources["route_backward_rows"].uses_local_memory
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize(
+    ("experts", "options", "dtype", "resident"),
+    [
+        (256, {"score": "sigmoid", "selection_bias": True, "groups": 8, "groups_kept": 4}, "bf16", 4),
+        (256, {"score": "sigmoid", "selection_bias": True}, "bf16", 4),
+        (256, {"gate_bias": True}, "f32", 4),
+        (512, {}, "f32", 4),
+        (2304, {}, "bf16", 8),
+        (2304, {"score": "sigmoid", "selection_bias": True}, "bf16", 1),
+    ],
+)
+def test_sums_in_shared_memory_leave_registers(experts, options, dtype, resident):
+    """They come ahead of what finds picks, with the row sum that they divide by."""
+    losses = {"balance": mo.LoadBalance()}
+    router = mo.Router(experts, 8, renormalize=True, outputs=COMPACT, losses=losses, dtype=dtype, **options)
+    rows, *_ = configuration(router, "forward", dtype)
+    assert (rows["sums"], rows["resident"]) == ("shared", str(resident))
+    [kernel, *_] = program_of(router.module(dtype)).executable("training", "sm_90a", ()).kernels
+    assert kernel.source.index("score_sums.update(") < kernel.source.index("moesaic::top_k")
+    compiled = mo.compile(router, target="sm_90a", passes="specialize{tokens=many}")
+    assert not compiled.resources["route_rows"].uses_local_memory
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype", "shared"),
+    [
+        ({"selection_bias": True}, "bf16", True),
+        ({"selection_bias": True, "outputs": DENSE}, "bf16", False),  # registers are not what it lacks
+        ({"gate_bias": True}, "f32", True),
+        ({"gate_bias": True, "groups": 8, "groups_kept": 4}, "bf16", True),
+        ({"selection_bias": True, "losses": {"balance": mo.LoadBalance()}}, "bf16", False),  # where its sums are
+    ],
+)
+def test_where_rows_of_all_tokens_lie(options, dtype, shared):
+    router = mo.Router(256, 8, **{"score": "sigmoid", "outputs": COMPACT, **options})
+    for tokens, expected in (("many", shared), ("few", False)):
+        [rows, *_] = configuration(router, f"forward,specialize{{tokens={tokens}}}", dtype)
+        assert (rows.get("vectors") == "shared") == expected
+        [kernel, *_] = program_of(router.module(dtype)).executable("training", "sm_90a", (), tokens=tokens).kernels
+        assert ("bias.at(lane, i)" in kernel.source) == expected
+
+
+@pytest.mark.parametrize(
+    ("experts", "options", "tokens", "late"),
+    [
+        (256, {"outputs": ("probs", "map")}, "few", True),
+        (256, {"outputs": ("probs", "map")}, "many", False),
+        (256, {"outputs": ("probs", "map")}, "fewest", False),
+        (256, {}, "few", False),
+        (128, {"outputs": ("probs", "map")}, "few", False),
+        (512, {"outputs": ("probs", "map")}, "few", False),
+        (256, {"groups": 8, "groups_kept": 4}, "few", True),
+        (256, {"groups": 8, "groups_kept": 4}, "many", True),
+    ],
+)
+def test_when_the_next_launch_begins(experts, options, tokens, late):
+    """Late where blocks of launches that overlap share out badly: the kernel says so behind its loop over tokens."""
+    router = mo.Router(experts, 8, **{"outputs": ("weights", "indices"), **options})
+    [rows, *_] = program_of(router.module("bf16")).executable("forward", "sm_90a", (), tokens=tokens).kernels
+    before, after = rows.source.split("moesaic::let_next_kernel_begin();")
+    assert "moesaic::after_kernels_before();" in before
+    assert ("for (long long first" in before, "for (long long first" in after) == (late, not late)
 
 
 def test_options_of_specialize():

@@ -91,9 +91,7 @@ class _Program:
             "setup": indented(["", *text.setup] if text.setup else [], 2),
             "body": [line for section in text.body for line in indented(["", *section], 4)],
             "finish": indented(text.finish, 2),
-            # Blocks of the next kernel come to where this one's happen to end first. That costs grouped routers, whose
-            # blocks all run at once, more than the launch: 6.14 us for 5.40 at T = 4096 (an H100, one after another).
-            "next_early": not any(isinstance(op, row.GroupLimit) for op in text.region.ops),
+            "next": text.config.get("next", "early"),
         }
         return GeneratedKernel(
             symbol=text.op.symbol,

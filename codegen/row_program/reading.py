@@ -5,6 +5,7 @@ from __future__ import annotations
 from moesaic.codegen.lines import INTEGERS, register
 from moesaic.codegen.row_program.text import Text
 from moesaic.ir.core import BlockArgument, Value
+from moesaic.ir.ops import math, row
 from moesaic.passes.row_layout import read_in_registers
 
 
@@ -36,7 +37,7 @@ class Reading:
         pointer, name = text.pointers[argument], text.name(argument)
         kind = register(argument) if argument.type.dtype in INTEGERS else "float"
         align = self._align(index, argument)
-        row = f"{pointer} + token * {pointer}_stride"
+        place = f"{pointer} + token * {pointer}_stride"
         sequence = f" + sequence * {pointer}_stride" if argument.type.leading == "N" else ""
         if layout.kind == "experts" and self.prefetch and kind == "float":
             text.kept.add(argument)
@@ -46,7 +47,7 @@ class Reading:
             stored = self._as_stored(argument)
             return [
                 f"{text.storage(argument)} {stored}[Experts::kSlots];  // %{argument.name}",
-                f"moesaic::load_stored<Experts, /*align=*/{align}>({row}, {stored}, lane);",
+                f"moesaic::load_stored<Experts, /*align=*/{align}>({place}, {stored}, lane);",
                 *self._widened(argument),
             ]
         if layout.is_row:
@@ -55,14 +56,27 @@ class Reading:
             load = "load_row" if kind == "float" else "load_stored"  # integers stay as they are
             return [
                 f"{kind} {name}[{rows}::kSlots];  // %{argument.name}",
-                f"moesaic::{load}<{rows}, /*align=*/{align}>({row}, {name}, lane);",
+                f"moesaic::{load}<{rows}, /*align=*/{align}>({place}, {name}, lane);",
             ]
         if layout.kind == "scalar":
-            where = row if has_stride(argument) else f"{pointer} + token"
+            where = place if has_stride(argument) else f"{pointer} + token"
             return [f"const {register(argument)} {name} = {_loaded(argument, where)};  // %{argument.name}"]
         if layout.kind == "vector":
             rows = text.vector_rows(layout)
             whose = "of this block's sequence" if sequence else "the same for all tokens"
+            if text.config.get("vectors") == "shared" and self._is_elementwise(argument):
+                text.shared.add(argument)
+                loaded = text.unique(f"{name}_loaded")
+                text.setup += [
+                    f"__shared__ moesaic::SharedSlots<{rows}, kLanes> {name};  // %{argument.name}, {whose}",
+                    "if (threadIdx.x < kLanes) {",
+                    f"  float {loaded}[{rows}::kSlots];",
+                    f"  moesaic::load_row<{rows}, /*align=*/{align}>({pointer}{sequence}, {loaded}, lane);",
+                    f"  {name}.write(lane, {loaded});",
+                    "}",
+                    "__syncthreads();",
+                ]
+                return []
             text.setup += [
                 f"float {name}[{rows}::kSlots];  // %{argument.name}, {whose}",
                 f"moesaic::load_row<{rows}, /*align=*/{align}>({pointer}{sequence}, {name}, lane);",
@@ -71,6 +85,11 @@ class Reading:
         else:
             text.setup.append(f"const float {name} = {_loaded(argument, pointer + sequence)};")
         return []
+
+    def _is_elementwise(self, argument: BlockArgument) -> bool:
+        """Whether all that uses it are elementwise ops in the loop over tokens, and gathers, which read memory."""
+        users = [u for u in self.text.region.users(argument) if not isinstance(u, row.Gather)]
+        return all(isinstance(u, math.Elementwise) and self.text.layout(u.results[0]).kind == "experts" for u in users)
 
     def _prefetched(self, argument: BlockArgument, align: int) -> list[str]:
         """A row that was fetched during the token before; the next one's fetch is issued before its values are used."""

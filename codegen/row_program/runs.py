@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from moesaic.codegen.lines import INTEGERS, definition, register
 from moesaic.codegen.row_program.text import Text
-from moesaic.ir.core import Constant, Op, Value
-from moesaic.ir.ops import math
+from moesaic.ir.core import Constant, Op, OpResult, Value
+from moesaic.ir.ops import col, math, row
 from moesaic.ir.types import DType
-from moesaic.passes.row_layout import Layout
+from moesaic.passes.row_layout import Layout, operands_read
 
 
 class Runs:
@@ -25,7 +25,9 @@ class Runs:
         onto = {op: text.scattered_onto(op) for op in text.region.ops[:-1]}
         added = {o for found in onto.values() if found is not None for o in (found.add, found.broadcast)}
         left_out = {*casts, *added}
-        waiting = [op for op in text.region.ops[:-1] if op not in left_out and not self._is_within_sums(op)]
+        ops = [op for op in self._in_order() if op not in left_out and not self._is_within_sums(op)]
+        late = self._late(ops)
+        waiting = [op for op in ops if op not in late]
         for op in casts:
             text.parameters.share(op.results[0], op.operands[0])
         ready: set[Value] = set(text.region.arguments)
@@ -44,15 +46,62 @@ class Runs:
             run: list[math.Elementwise] = []
             rest: list[Op] = []
             for op in waiting:
-                fits = isinstance(op, math.Elementwise) and text.layouts[op.results[0]] == layout
-                if fits and all(v in ready or isinstance(v, Constant) for v in op.operands):
-                    assert isinstance(op, math.Elementwise)
-                    run.append(op)
+                made = self._behind(op, late)
+                known = {*ready, *(v for o in made for v in o.results)}
+                read = [v for o in made for v in o.operands[: operands_read(o)] if not isinstance(v, Constant)]
+                if (
+                    isinstance(op, math.Elementwise)
+                    and text.layouts[op.results[0]] == layout
+                    and known.issuperset(read)
+                ):
+                    run += [o for o in ops if o in made and o not in run and isinstance(o, math.Elementwise)]
                     ready.update(op.results)
                 else:
                     rest.append(op)
-            self._add(self._run(run, layout))
+            self._add(self._run(run, layout, late))
             waiting = rest
+
+    def _in_order(self) -> list[Op]:
+        """The ops of the region. Sums in shared memory come ahead of the first selection, with what they need, unless
+        that is a selection: nothing waits for them there, and no row of scores lives while picks are found."""
+        text = self.text
+        ops = list(text.region.ops[:-1])
+        first = next((number for number, op in enumerate(ops) if isinstance(op, row.TopK | row.GroupLimit)), 0)
+        early: set[Op] = set()
+        for op in ops[first:]:
+            if isinstance(op, col.Sum) and text.in_shared(op):
+                needed = self._behind(op, ops[first:])
+                if not any(isinstance(o, row.TopK | row.GroupLimit) for o in needed):
+                    early |= needed
+        behind = ops[first:]
+        return [*ops[:first], *(o for o in behind if o in early), *(o for o in behind if o not in early)]
+
+    def _late(self, ops: Sequence[Op]) -> set[Op]:
+        """Elementwise ops that make rows over experts of nothing but numbers, of all tokens or of one, for other such
+        ops: each run that needs them computes them, for a row in registers costs more than an instruction or two."""
+        layouts, late = self.text.layouts, set[Op]()
+        of_rows = {op for op in ops if isinstance(op, math.Elementwise) and layouts[op.results[0]].kind == "experts"}
+        for op in (o for o in ops if o in of_rows):
+            read = [v for v in op.operands[: operands_read(op)] if not isinstance(v, Constant)]
+            rows = [v for v in read if layouts[v].kind == "experts"]
+            if all(isinstance(v, OpResult) and v.op in late for v in rows) and of_rows.issuperset(
+                self.text.region.users(op.results[0])
+            ):
+                late.add(op)
+        return late
+
+    @staticmethod
+    def _behind(op: Op, among: Collection[Op]) -> set[Op]:
+        """An op and those of some that it needs, by whatever way."""
+        found, known = {op}, set(among)
+        open_ops = [op]
+        while open_ops:
+            op = open_ops.pop()
+            for value in op.operands[: operands_read(op)]:
+                if isinstance(value, OpResult) and value.op in known and value.op not in found:
+                    found.add(value.op)
+                    open_ops.append(value.op)
+        return found
 
     def _add(self, section: list[str]) -> None:
         if section:
@@ -70,7 +119,7 @@ class Runs:
     def _is_within_sums(self, op: Op) -> bool:
         return any(self.text.quotient_of_sums(v) is op for v in op.results)
 
-    def _run(self, run: Sequence[math.Elementwise], layout: Layout) -> list[str]:
+    def _run(self, run: Sequence[math.Elementwise], layout: Layout, late: Collection[Op]) -> list[str]:
         text = self.text
         if layout.kind in ("vector", "uniform"):
             self._before_the_loop(run, layout)
@@ -85,7 +134,7 @@ class Runs:
         for op in run:
             value = op.results[0]
             users = text.region.users(value)
-            if any(self._is_store_cast(u) or u not in inside for u in users):
+            if op not in late and any(self._is_store_cast(u) or u not in inside for u in users):
                 declared.append(f"{register(value)} {text.keep(value)}[{rows}::kSlots];")
             body.append("  " + self._element(op, index))
         return [

@@ -57,13 +57,13 @@ class Sums:
         text = self.text
         name, note = text.name(op.y), f"  // %{op.y.name or text.name(op.y)}, "
         rows, index = self._summed_rows(op)
-        if self._in_shared(op):
+        if text.in_shared(op):
             text.setup += [
-                f"__shared__ moesaic::LaneSums<{rows}, kThreads> {name};{note}each lane's share",
-                f"{name}.clear();",
+                f"__shared__ moesaic::SharedSlots<{rows}, kThreads> {name};{note}each lane's share",
+                f"{name}.clear(threadIdx.x);",
             ]
             added, why = self._added(op, "sum", index)
-            return [f"if (active) {name}.update([&](int {index}, float sum) {{ return {added}; }});{why}"]
+            return [f"if (active) {name}.update(threadIdx.x, [&](int {index}, float sum) {{ return {added}; }});{why}"]
         text.setup += [
             f"float {name}[{rows}::kSlots];{note}this lane's share of the sums over tokens",
             "#pragma unroll",
@@ -102,7 +102,9 @@ class Sums:
         if text.block and isinstance(value.op, col.Sum):  # each column is summed in one lane
             rows, _ = self._summed_rows(value.op)
             align = text.result_align(text.layout(value.op.x), value)
-            text.finish += ["", f"moesaic::store_row<{rows}, /*align=*/{align}>({row_of_block}, {name}, lane);"]
+            text.finish.append("")
+            name = self._in_registers(value.op)
+            text.finish.append(f"moesaic::store_row<{rows}, /*align=*/{align}>({row_of_block}, {name}, lane);")
             return
         if text.block:  # counts are where they belong
             return
@@ -119,14 +121,21 @@ class Sums:
         rows, _ = self._summed_rows(value.op)
         scratch = text.unique(f"{name}_scratch")
         text.finish.append("")
-        if self._in_shared(value.op):
-            collected = text.unique(f"{name}_collected")
-            text.finish += [f"float {collected}[{rows}::kSlots];", f"{name}.read({collected});"]
-            name = collected
+        name = self._in_registers(value.op)
         text.finish += [
             f"__shared__ float {scratch}[kThreads / 32 * {rows}::kColumns];",
             f"moesaic::store_column_sums<{rows}, kThreads>({name}, {scratch}, {row_of_block}, lane);",
         ]
+
+    def _in_registers(self, op: col.Sum) -> str:
+        """A lane's share of sums as a register array, after the loop over tokens."""
+        text, name = self.text, self.text.name(op.y)
+        if not text.in_shared(op):
+            return name
+        rows, _ = self._summed_rows(op)
+        collected = text.unique(f"{name}_collected")
+        text.finish += [f"float {collected}[{rows}::kSlots];", f"{name}.read(threadIdx.x, {collected});"]
+        return collected
 
     def in_memory(self, value: Value, pointer: str) -> str:
         """A block's own row of the partial rows of a sum over tokens."""
@@ -135,9 +144,6 @@ class Sums:
     def in_first_block(self, value: Value, rows: str) -> str:
         """The same where the first block of a cluster has all of them, an array in shared memory."""
         return f"moesaic::InFirstBlock<{register(value)}>{{{rows}[blockIdx.x]}}"
-
-    def _in_shared(self, op: col.Sum) -> bool:
-        return self.text.config.get("sums") == "shared" and self.text.layout(op.x).kind == "experts"
 
     def _summed_rows(self, op: col.Sum) -> tuple[str, str]:
         """The row type of what is summed, and the index of its slots; a number per token is a row of one."""

@@ -50,6 +50,7 @@ class Text:
         sparse: results of zeros but for the picks, and the ops that make them.
         parameters: of the kernel; `pointers`: those of what is read; `results`: of what is written.
         kept: values whose register array outlives the loop that fills it.
+        shared: rows that all tokens have in common, and that lie in shared memory.
         header: of the helpers.
         constants, aliases: for the head of the file.
         setup, body, finish: ahead of the loop over tokens; its sections; after it.
@@ -82,6 +83,7 @@ class Text:
         self.pointers: dict[Value, str] = {}
         self.results: list[tuple[Value, str]] = []
         self.kept: set[Value] = set()
+        self.shared: set[Value] = set()
         self.header = "select.cuh"
         self.constants: list[Line] = []
         self.aliases: list[Line] = []
@@ -105,6 +107,8 @@ class Text:
         if isinstance(value, Constant):
             return literal(value.value)
         name = self.name(value)
+        if value in self.shared:
+            return f"{name}.at(lane, {index})"
         return f"{name}[{index}]" if value in self.kept else name
 
     def array(self, value: Value) -> str:
@@ -141,6 +145,10 @@ class Text:
         op, users = value.op, self.region.users(value)
         by_number = self.layout(op.a).is_row and not self.layout(op.b).is_row
         return op if by_number and users and all(isinstance(u, col.Sum) for u in users) else None
+
+    def in_shared(self, op: col.Sum) -> bool:
+        """Whether a lane's share of a sum over tokens is in shared memory."""
+        return self.config.get("sums") == "shared" and self.layout(op.x).kind == "experts"
 
     def scattered_onto(self, op: Op) -> ScatteredOnto | None:
         """What a scatter is added to, if that is a number of each expert, the same for all tokens: it lies in shared

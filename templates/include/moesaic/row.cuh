@@ -511,39 +511,43 @@ __device__ __forceinline__ void bitmap(const int (&indices)[Picks::kSlots], int 
 
 // ------------------------------------------------------------------------------------------------- sums over tokens
 
-// A lane's share of sums over tokens in shared memory, where registers would cost more: slot i of a thread is part i % 4 of
-// word [i / 4][thread], so that a warp's words are consecutive.
-template <class R, int kThreads>
-struct LaneSums {
-  static_assert(R::kSlots % 4 == 0, "whole words");
-  float4 words[R::kSlots / 4][kThreads];
+// Rows of floats in shared memory, where registers would cost more: one for each thread, or one for each lane that shares a
+// token. Slot i of a holder is part i % kWord of word [i / kWord][holder], so that a warp's words are consecutive. Slots that
+// are dead in all lanes have no room there.
+template <class R, int kHolders>
+struct SharedSlots {
+  static constexpr int kLive = ceil_div(R::kColumns, R::kLanes * R::kVec) * R::kVec;
+  static constexpr int kWord = kLive % 4 == 0 ? 4 : kLive % 2 == 0 ? 2 : 1;  // slots that are read together
+  struct alignas(4 * kWord) Word {
+    float part[kWord];
+  };
+  Word words[kLive / kWord][kHolders];
 
-  __device__ __forceinline__ void clear() {
+  __device__ __forceinline__ void clear(int holder) {
 #pragma unroll
-    for (int i = 0; i < R::kSlots / 4; ++i) words[i][threadIdx.x] = float4{};
+    for (int i = 0; i < kLive / kWord; ++i) words[i][holder] = Word{};
   }
-  // Each sum becomes what `added(slot, sum)` says.
-  template <class Added>
-  __device__ __forceinline__ void update(const Added& added) {
+  // Each slot becomes what `made(slot, value)` says.
+  template <class Made>
+  __device__ __forceinline__ void update(int holder, const Made& made) {
 #pragma unroll
-    for (int i = 0; i < R::kSlots / 4; ++i) {
-      float4 word = words[i][threadIdx.x];
-      word.x = added(4 * i, word.x);
-      word.y = added(4 * i + 1, word.y);
-      word.z = added(4 * i + 2, word.z);
-      word.w = added(4 * i + 3, word.w);
-      words[i][threadIdx.x] = word;
+    for (int i = 0; i < kLive / kWord; ++i) {
+      Word word = words[i][holder];
+#pragma unroll
+      for (int part = 0; part < kWord; ++part) word.part[part] = made(kWord * i + part, word.part[part]);
+      words[i][holder] = word;
     }
   }
-  __device__ __forceinline__ void read(float (&x)[R::kSlots]) const {
+  __device__ __forceinline__ void write(int holder, const float (&x)[R::kSlots]) {
 #pragma unroll
-    for (int i = 0; i < R::kSlots / 4; ++i) {
-      const float4 word = words[i][threadIdx.x];
-      x[4 * i] = word.x;
-      x[4 * i + 1] = word.y;
-      x[4 * i + 2] = word.z;
-      x[4 * i + 3] = word.w;
-    }
+    for (int i = 0; i < kLive; ++i) words[i / kWord][holder].part[i % kWord] = x[i];
+  }
+  __device__ __forceinline__ float at(int holder, int i) const {
+    return i < kLive ? words[i / kWord][holder].part[i % kWord] : 0.0f;
+  }
+  __device__ __forceinline__ void read(int holder, float (&x)[R::kSlots]) const {
+#pragma unroll
+    for (int i = 0; i < R::kSlots; ++i) x[i] = at(holder, i);
   }
 };
 
