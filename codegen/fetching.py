@@ -119,9 +119,12 @@ def order_over_experts(shape: ProductShape, find: str, count: str, counter: str)
     return Queued(find, count, counter) if shape.told else InTurn("int", count)
 
 
-def in_two_roles(items: InTurn | Queued, fetch: Sequence[str], multiply: Sequence[str], staged: bool) -> list[str]:
+def in_two_roles(
+    items: InTurn | Queued, fetch: Sequence[str], multiply: Sequence[str], staged: bool, tail: bool = False
+) -> list[str]:
     """A kernel's body: both roles go over the same items, a pair of blocks having one at a time."""
     begin, end = (["  Staged staged(tile.staged());"], ["  staged.finish();"]) if staged else ([], [])
+    begin += ["  StagedTail staged_tail(tile.staged());"] if tail else []
     return [
         *items.setup(),
         "Tile tile(shared);",

@@ -21,7 +21,7 @@ from moesaic.ir.errors import InternalError, UnsupportedError
 from moesaic.ir.ops import slot
 from moesaic.ir.ops.kernel import SUM_COLUMNS, narrow_columns
 from moesaic.ir.ops.launch import Kernel
-from moesaic.passes.product_shape import Lines, ProductShape, pairs_of_band
+from moesaic.passes.product_shape import Lines, ProductShape, pairs_of_band, takes_tail
 
 
 def generate(op: Kernel) -> GeneratedKernel:
@@ -67,6 +67,12 @@ class _Emitter:
         )
         if self.shape.swapped and self.staging is None:
             raise UnsupportedError(f"{op.symbol}: results have no room to leave a tile with swapped operands by")
+        boxed = self.staging is not None and self.fetched[0] is Fetch.BOXES
+        if self.shape.tail and not (boxed and takes_tail(self.region)):
+            raise UnsupportedError(
+                f"{op.symbol}: {self.shape.tail} rows besides those of a tile are for rows that follow one another, "
+                "whose products leave through shared memory; leave tail to the rule"
+            )
         self.tile_bytes += self.staging.bytes if self.staging is not None else 0
         shared = self.tile_bytes + self._table_bytes + self.shape.queue_bytes
         if shared > target.shared_optin:
@@ -139,12 +145,17 @@ class _Emitter:
             Line("kDepth", str(self.depth), why="elements of a row that are multiplied"),
             Line("kColumns", str(self.columns), why="of each half" if self.halves else ""),
             Line("kTileRows", str(self.shape.rows)),
+            *self._tail_constants(),
             Line("kTileColumns", str(self._tile_columns)),
             Line("kColumnTiles", "(kColumns + kTileColumns - 1) / kTileColumns"),
         ]
         if self.shape.fetches and self._band > 1:
             lines.append(Line("kBand", str(self._band), why="pairs of row tiles that take columns together"))
         return lines
+
+    def _tail_constants(self) -> list[Line]:
+        why = "rows that an expert's last tile has besides, at most"
+        return [Line("kTail", str(self.shape.tail), why=why)] if self.shape.tail else []
 
     @property
     def _band(self) -> int:
@@ -157,10 +168,15 @@ class _Emitter:
     def _aliases(self) -> list[Line]:
         element = STORAGE[self.product.x.type.dtype]
         shape = self.shape.cuda(self.parts, self.left, self.right)
+        staged = []
+        if self.staging is not None:
+            staged = [Line("Staged", definition=self.staging.type)]
+        if self.staging is not None and self.shape.tail:
+            staged.append(Line("StagedTail", definition=self.staging.tail_type(self.shape.tail)))
         return [
             Line("Element", definition=element),
             Line("Shape", definition=f"moesaic::TileShape<{shape}>"),
-            *([Line("Staged", definition=self.staging.type)] if self.staging is not None else []),
+            *staged,
             Line("Tile", definition=tile_type(self.shape, *self.fetched, self.staging is not None)),
         ]
 
@@ -186,7 +202,7 @@ class _Emitter:
             return None
         first = "first_slot" if self.grouped else "static_cast<int>(first_token)"
         # Of a tile that may have few rows, boxes without any do not come.
-        tall = self.shape.rows // 3 if self.shape.swapped else box_rows(self.shape.rows)
+        tall = self.shape.rows // 3 if self.shape.swapped else self.shape.tail or box_rows(self.shape.rows)
         return Boxes(self.parameters.index(rows), tall, first=first)
 
     def _right_boxes(self) -> Boxes | None:
@@ -213,7 +229,8 @@ class _Emitter:
     def _body(self) -> list[str]:
         lines = [*self.parameters.zeroed(), "MOESAIC_DYNAMIC_SHARED(unsigned char, shared);"]
         if self.shape.fetches:
-            roles = in_two_roles(self._order(), self._fetch(), self._multiply(), self.staging is not None)
+            staged = self.staging is not None
+            roles = in_two_roles(self._order(), self._fetch(), self._multiply(), staged, self.shape.tail > 0)
             return [*lines, *self._items(), *roles]
         if isinstance(self.product, slot.GroupedLinear):
             counts = self.parameters.pointer(self.parameters.index(self.product.counts))
@@ -255,10 +272,9 @@ class _Emitter:
 
     def _extents(self) -> str:
         """How many rows and columns there are in a tile, for what is fetched line by line."""
+        most = "kTileRows + kTail" if self.shape.tail else "kTileRows"
         rows = (
-            "moesaic::smaller(kTileRows, rows)"
-            if self.grouped
-            else "static_cast<int>(moesaic::at_most(kTileRows, rows))"
+            f"moesaic::smaller({most}, rows)" if self.grouped else f"static_cast<int>(moesaic::at_most({most}, rows))"
         )
         in_turn = self.halves and self.in_turn
         return f"{rows}, {'2 * kColumns - 2 * first_column' if in_turn else 'kColumns - first_column'}"
@@ -304,6 +320,8 @@ class _Emitter:
         """How many tiles of an expert lie below each other."""
         if self.shape.swapped:
             return f"moesaic::even_tiles<kTileRows, Tile::kPair>({rows}).count"
+        if self.shape.tail:
+            return f"moesaic::tiles_with_tail<kTileRows, kTail>({rows})"
         return f"({rows} + kTileRows - 1) / kTileRows"
 
     def _place(self) -> list[str]:
@@ -330,6 +348,11 @@ class _Emitter:
                 "const int first_row = static_cast<int>(item.row_tile) * kTileRows;",
                 "const int rows = item.idle ? 0 : next.rows - first_row;  // of the expert that are left",
             ]
+            if self.shape.tail:
+                rows[1:] = [
+                    "const int most = item.row_tile + 1 < row_tiles ? kTileRows : kTileRows + kTail;",
+                    "const int rows = item.idle ? 0 : moesaic::smaller(most, next.rows - first_row);",
+                ]
         return [
             *([] if self.shape.told else [f"const auto next = {self._found()};"]),
             "const int expert = next.expert;",
@@ -471,6 +494,8 @@ class _Emitter:
             last = ["if (kColumns % Staged::kColumns != 0) column = moesaic::smaller(column, kColumns - kVector);"]
             where = [] if self.staging.turned else ["int column = first_column + tile.column(j);", *last]
             lines += self.staging.leave(self.parameters, [*where, *compute], first)
+            if self.shape.tail:
+                lines += self.staging.leave_tail(self.parameters, first, self.shape.tail)
         else:
             lines += [*self._rows(place), *indented(epilogue.for_row, 2)]
             if epilogue.row_stores:

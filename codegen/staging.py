@@ -79,7 +79,7 @@ class Staging:
         halves = any(columns_of(v) != columns for v in wide)
         if shape.swapped:
             return cls._of_columns(tuple(outputs), elements[0], STAGED_ROWS, shape.rows, room)
-        return cls._fitting(tuple(outputs), elements[0], columns, tile_columns, halves, room)
+        return cls._fitting(tuple(outputs), elements[0], columns, tile_columns, halves, room, shape.tail)
 
     @classmethod
     def of_matrices(
@@ -96,14 +96,21 @@ class Staging:
 
     @classmethod
     def _fitting(
-        cls, outputs: tuple[Output, ...], element: str, columns: int, tile_columns: int, halves: bool, room: int
+        cls,
+        outputs: tuple[Output, ...],
+        element: str,
+        columns: int,
+        tile_columns: int,
+        halves: bool,
+        room: int,
+        tail: int = 0,
     ) -> Staging | None:
         """The first form that shared memory has room for. Boxes do not reach from one half into the other, and of
-        several none lies past the last column."""
+        several none lies past the last column. A tile's tail leaves by the same memory, and waits for one buffer."""
         for width, buffers in _FORMS:
             found = cls(outputs, width, buffers, element)
             ends = columns % width == 0 or (width <= _BOX_COLUMNS and not halves)
-            if ends and tile_columns % width == 0 and found.bytes <= room:
+            if ends and tile_columns % width == 0 and found.bytes <= room and not (tail and buffers > 1):
                 return found
         return None
 
@@ -170,6 +177,38 @@ class Staging:
             "    staged.written();",
             *indented(self._store(parameters, matrix), 4),
             "    staged.sent();",
+            "  }",
+            "}",
+        ]
+
+    def tail_type(self, rows: int) -> str:
+        """The definition of ``StagedTail``, in the memory of ``Staged``."""
+        return f"moesaic::StagedColumns<{self.element}, {_BOX_COLUMNS}, {len(self.outputs)}, {self.buffers}, {rows}>"
+
+    def leave_tail(self, parameters: Parameters, first_row: str, rows: int) -> list[str]:
+        """The rows that a tile has besides, which are nothing but products."""
+        [output] = self.outputs
+        map = parameters.tensor_map(output.index, rows, _BOX_COLUMNS)
+        return [
+            "if (rows > kTileRows) {",
+            "  const int valid = rows - kTileRows;",
+            f"  const int row = {first_row} + kTileRows;",
+            "#pragma unroll",
+            "  for (int b = 0; b < Tile::kTailBlocks; ++b) {",
+            "    const int box_column = first_column + tile.first_column() + StagedTail::kColumns * b;",
+            "    if (kColumns % kTileColumns != 0 && box_column >= kColumns) continue;",
+            "    staged_tail.begin();",
+            "#pragma unroll",
+            "    for (int w = 0; w < kTail / 8; ++w) {",
+            "#pragma unroll",
+            "      for (int r = 0; r < 2; ++r) {",
+            "        const float pair[2] = {tile.tail[b][w][2 * r], tile.tail[b][w][2 * r + 1]};",
+            "        staged_tail.put(0, r, w, pair);",
+            "      }",
+            "    }",
+            "    staged_tail.written();",
+            f"    staged_tail.store_rows(0, {map}, box_column, row, valid);",
+            "    staged_tail.sent();",
             "  }",
             "}",
         ]

@@ -240,7 +240,7 @@ def _row_tiles(shape: ProductShape, each: float, *, spread: bool) -> tuple[float
     found: list[tuple[float, float]] = []
     for deviation in _QUARTERS if spread else (0.0,):
         rows = max(1.0, each + deviation * each**0.5)
-        tiles = -(-rows // shape.rows)
+        tiles = max(1.0, -(-(rows - shape.tail) // shape.rows))
         if shape.swapped and tiles > 1:
             tiles = 2.0 * -(-rows // (2 * shape.rows))  # for pairs of blocks
         height = min(float(shape.rows), -(-rows // tiles // 8) * 8) if shape.swapped else float(shape.rows)

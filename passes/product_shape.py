@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from moesaic.ir.core import Block, BlockArgument, Op, OpResult, Value
+from moesaic.ir.core import Block, BlockArgument, Op, OpResult, Value, columns_of
 from moesaic.ir.errors import InternalError
 from moesaic.ir.ops import math, slot
 from moesaic.ir.ops.kernel import narrow_columns
@@ -17,6 +17,10 @@ _COLUMNS = 128  # of all parts together
 _WARP = 32
 SWAPPED_ROWS = 144
 """Of a product's ``SwappedTile``, at most: an instruction has as many columns as there are rows."""
+TAIL_ROWS = 32
+"""Rows that an expert's last tile may have besides (``WgmmaTile``): fewer need no tile of their own."""
+STAGED_BYTES_OF_TAIL = 2 * 64 * 32 * 2
+"""Shared memory that the results of such a tile need at least to leave by, 32 columns of both warpgroups at a time."""
 SWAPPED_MATRIX = (256, 128)
 """Rows and columns of a gradient's ``SwappedTile``."""
 STAGED_ROWS = 16
@@ -61,6 +65,7 @@ class ProductShape:
         threads: of a block.
         blocks: that a multiprocessor should hold at least, which bounds registers.
         pingpong: whether two warpgroups have tiles in turn, rather than one together (``WgmmaTile`` only).
+        tail: rows that an expert's last tile may have besides; see `takes_tail`.
     """
 
     tile: str
@@ -71,6 +76,7 @@ class ProductShape:
     threads: int
     blocks: int = 1
     pingpong: bool = False
+    tail: int = 0
 
     @classmethod
     def of(
@@ -189,7 +195,7 @@ class ProductShape:
 
     def shared_bytes(self, size: int, parts: int, left: Lines, right: Lines) -> int:
         """Shared memory of a block for operands with elements of `size` bytes; the kernel asserts that it is so."""
-        stages = self.stages * self.depth * size * (self.rows + parts * self.columns)
+        stages = self.stages * self.depth * size * (self.rows + self.tail + parts * self.columns)
         if self.tile == "MmaTile":
             return stages
         if self.fetches:  # with two barriers a stage, two more, and a gap before the first
@@ -206,7 +212,8 @@ class ProductShape:
     def parse(cls, config: Mapping[str, str]) -> ProductShape:
         """The shape that `config` says."""
         numbers = {name: int(config[name]) for name in ("rows", "columns", "depth", "stages", "threads", "blocks")}
-        return cls(config["tile"], **numbers, pingpong=config.get("schedule") == "pingpong")
+        tail = int(config.get("tail", "0"))
+        return cls(config["tile"], **numbers, pingpong=config.get("schedule") == "pingpong", tail=tail)
 
     @staticmethod
     def chosen(config: Mapping[str, str], point: Mapping[str, str]) -> dict[str, str]:
@@ -219,7 +226,8 @@ class ProductShape:
         """The arguments of ``TileShape``."""
         numbers = (self.rows, self.columns, self.depth, self.stages, parts)
         flags = ("true" if lines.across else "false" for lines in (left, right))
-        return ", ".join(map(str, (*numbers, *flags, left.align, right.align, self.threads)))
+        tail = (self.tail,) if self.tail else ()
+        return ", ".join(map(str, (*numbers, *flags, left.align, right.align, self.threads, *tail)))
 
     def config(self) -> dict[str, str]:
         """What `parse` reads."""
@@ -315,6 +323,17 @@ def swaps_operands(region: Block, columns: int) -> bool:
     results = region.terminator.operands
     narrow = all(v.type.dtype in _SIXTEEN_BITS and v.type.shape[-1] in (columns, 2 * columns) for v in results)
     return plain and alone and narrow and not in_turn and columns % 8 == 0 and len({v.type.dtype for v in results}) == 1
+
+
+def takes_tail(region: Block) -> bool:
+    """Whether an expert's last tile may have a few rows besides, if its warpgroups share it: rows that follow one
+    another, whose products are all there is, and leave in 16 bits."""
+    products = [op for op in region.ops if isinstance(op, slot.GroupedLinear)]
+    plain = all(isinstance(op, slot.GroupedLinear | math.Cast) for op in region.ops[:-1])
+    results = region.terminator.operands
+    if not plain or len(products) != 1 or len(results) != 1 or not isinstance(products[0].x, BlockArgument):
+        return False
+    return results[0].type.dtype in _SIXTEEN_BITS and columns_of(results[0]) % 8 == 0
 
 
 def swaps_matrix(region: Block) -> bool:

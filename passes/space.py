@@ -30,8 +30,10 @@ from moesaic.ir.ops import row, slot
 from moesaic.ir.ops.kernel import SUM_COLUMNS, narrow_columns
 from moesaic.ir.ops.launch import Kernel
 from moesaic.passes.product_shape import (
+    STAGED_BYTES_OF_TAIL,
     SWAPPED_MATRIX,
     SWAPPED_ROWS,
+    TAIL_ROWS,
     TOKEN_BYTES,
     Lines,
     ProductShape,
@@ -105,6 +107,7 @@ _TILES = (
     Parameter("threads", _numbers(64, 128, 256, 384), "of a block"),
     Parameter("blocks", _numbers(1, 2, 3), "of a multiprocessor, which bounds registers"),
 )
+_TAIL = Parameter("tail", _numbers(0, TAIL_ROWS), "rows that an expert's last tile has besides, at most")
 _THREADS = Parameter("threads", _numbers(64, 128, 256, 512), "of a block")
 
 FAMILIES: Mapping[str, Family] = {
@@ -119,7 +122,7 @@ FAMILIES: Mapping[str, Family] = {
             Parameter("resident", _numbers(1, 2, 4, 6, 8, 12, 16), "blocks a multiprocessor, which bounds registers"),
         ),
     ),
-    "product": Family(2, _TILES),
+    "product": Family(2, (*_TILES, _TAIL)),
     "wgrad": Family(3, _TILES),
     "combine": Family(1, (_THREADS,)),
     "slot_rows": Family(1, (_THREADS,)),
@@ -301,6 +304,7 @@ class Space:
         shared = shape.shared_bytes(size, parts, Lines(self.op.template == "wgrad", 16), lines)
         shared += self._table_bytes(shape) + shape.queue_bytes + (swapped_bytes(region) if shape.swapped else 0)
         shared += TOKEN_BYTES if self.op.template == "wgrad" and shape.fetches else 0
+        shared += STAGED_BYTES_OF_TAIL if shape.tail else 0
         if shared > self.limits.shared_optin or shared * shape.blocks > self.limits.shared_per_sm:
             return f"{shape.blocks} blocks need {shared} bytes of shared memory each"
         return ""
@@ -311,6 +315,8 @@ class Space:
             return "tiles by wgmma have two warpgroups beside the one that fetches, and stages of 64"
         if shape.columns not in _WGMMA_COLUMNS:
             return f"{shape.columns} columns are none of {_WGMMA_COLUMNS}"
+        if shape.tail and (shape.pingpong or shape.swapped or wide < 128):
+            return "a tail is that of a tile of 128 columns or more, which two warpgroups share"
         if shape.swapped:
             return self._swapped(wide)
         rows = shape.rows if shape.pingpong else shape.rows // 2

@@ -28,7 +28,7 @@ from moesaic.passes.finish_in_cluster import drop_tickets, finish_config
 from moesaic.passes.manager import Pass, PassContext
 from moesaic.passes.merge_dispatch import merge_dispatches
 from moesaic.passes.merge_finish import merge_finishes
-from moesaic.passes.product_shape import ProductShape, product_shape
+from moesaic.passes.product_shape import ProductShape, product_shape, takes_tail
 from moesaic.passes.row_layout import Layout
 from moesaic.passes.row_shape import row_config
 from moesaic.passes.split_wgrads import split_wgrads
@@ -166,7 +166,8 @@ class Specialize(Pass):
         assert op.region is not None
         if op.template in ("product", "wgrad"):
             shape = self._tile(op, aligned)
-            return {**shape.chosen(shape.config(), point), **alignment}
+            tail = {"tail": str(shape.tail)} if shape.fetches and takes_tail(op.region) else {}
+            return {**shape.chosen({**shape.config(), **tail}, point), **alignment}
         return {"threads": point.get("threads", "256"), **alignment}
 
     def _tile(self, op: Kernel, aligned: Mapping[Value, int]) -> ProductShape:

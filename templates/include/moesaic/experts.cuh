@@ -85,6 +85,12 @@ __device__ __forceinline__ Item item_of(Number number, int rank, Number row_tile
   return {row_tiles - 1, smaller(column_tile, column_tiles - 1), false, column_tile >= column_tiles};
 }
 
+// How many tiles of kRows an expert has, of which the last one takes up to kTail rows besides.
+template <int kRows, int kTail>
+__device__ __forceinline__ int tiles_with_tail(int rows) {
+  return rows <= kTail ? (rows > 0 ? 1 : 0) : (rows - kTail + kRows - 1) / kRows;
+}
+
 // An expert's rows in tiles of as many rows each, of kMost at most: an even number of tiles where there is more than one, for
 // pairs of blocks. Rows of a tile are a multiple of 8.
 struct EvenTiles {

@@ -13,9 +13,10 @@ namespace moesaic {
 // kK steps in shared memory. The address of every line is a multiple of k...Align bytes, and so is what is valid of it
 // (`depth` elements along the sum, the extent across it): 16 is fast, an element's size always allowed.
 template <int kM_, int kN_, int kK_, int kStages_, int kParts_, bool kLeftAcross_, bool kRightAcross_, int kLeftAlign_,
-          int kRightAlign_, int kThreads_>
+          int kRightAlign_, int kThreads_, int kTail_ = 0>
 struct TileShape {
   static constexpr int kM = kM_;
+  static constexpr int kTail = kTail_;  // rows that a tile may have besides
   static constexpr int kN = kN_;
   static constexpr int kK = kK_;
   static constexpr int kStages = kStages_;

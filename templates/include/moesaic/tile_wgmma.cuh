@@ -19,6 +19,8 @@
 //   }
 //   tile.finish();                           // all threads
 //
+// With Shape::kTail, a tile that both have may have that many rows besides, `tile.tail`, where `rows` are more than kM.
+//
 // What bounds it: per 64 x 256 x 16, 128 cycles of the tensor cores, 10 KiB are read from shared memory, 80 cycles. A tile
 // of 128 x 256 wants 48 KiB from the L2 cache each 1024 cycles, of a pair 32 KiB.
 #pragma once
@@ -49,6 +51,13 @@ class WgmmaTile : public WgmmaStages<T, Shape, kLeft, kRight, kStagedBytes,
   static_assert(!kPingPong || kGroups == 2, "two warpgroups in turn");
   static_assert(kGroupRows % 64 == 0, "a warpgroup has blocks of 64 rows");
   static_assert(Shape::kN % 32 == 0, "four neighbouring lanes have 32 columns");
+  // Rows that the last tile of an expert has besides, where they are so few that they need no tile of their own: their products
+  // have operands swapped, and take what lies there of the right one. Each warpgroup has half of its columns.
+  static constexpr int kTail = Shape::kTail;
+  static constexpr int kTailColumns = Shape::kN / kGroups;
+  static constexpr int kTailBlocks = kTailColumns / 64;
+  static_assert(kTail == 0 || (!kPingPong && Shape::kParts == 1 && kStagedBytes > 0 && kTailColumns % 64 == 0),
+                "a tail is that of a tile that both warpgroups share, of one part");
 
  private:
   friend Stages;
@@ -63,6 +72,9 @@ class WgmmaTile : public WgmmaStages<T, Shape, kLeft, kRight, kStagedBytes,
   static constexpr int kOwnVectors = Shape::kN / (4 * kVector);
 
   float values[kParts][kOwnRows][kOwnVectors][kVector];
+  // Of the tail: row 8 j + 2 t + v, v < 2, column 64 b + 16 w + g + 8 r of the warpgroup's is tail[b][j][2 r + v], with w the
+  // warp, g = lane / 4, t = lane % 4, as in tile_swapped.cuh.
+  float tail[kTail > 0 ? kTailBlocks : 1][kTail > 0 ? kTail / 8 : 1][4];
 
   __device__ __forceinline__ explicit WgmmaTile(void* shared) : Stages(shared) {}
 
@@ -74,6 +86,8 @@ class WgmmaTile : public WgmmaStages<T, Shape, kLeft, kRight, kStagedBytes,
   __device__ __forceinline__ int column(int j) const {
     return kVector * (4 * j + static_cast<int>(threadIdx.x) % 4);
   }
+  // The warpgroup's first column of the tail.
+  static __device__ __forceinline__ int first_column() { return own_group() * kTailColumns; }
   // The warpgroup's first row.
   static __device__ __forceinline__ int first_row() { return kPingPong ? 0 : own_group() * kGroupRows; }
 
@@ -94,6 +108,27 @@ class WgmmaTile : public WgmmaStages<T, Shape, kLeft, kRight, kStagedBytes,
   // where the compiler keeps products asynchronous even so: clearing sums takes 300 cycles. With kShortFirst, products of
   // zeros in the first stage are left out, where sums need not be cleared.
   __device__ __forceinline__ void multiply(int depth, long long rows) {
+    if constexpr (kTail > 0) {
+      if (rows > Shape::kM) return multiply_rows<true>(depth, rows);
+    }
+    multiply_rows<false>(depth, rows);
+  }
+
+  // The sum over the tile's columns of `own`, a number for each own row; `store(row, total)` is called once a row.
+  template <class Store>
+  __device__ __forceinline__ void sum_rows(const float (&own)[kOwnRows], void* shared, const Store& store) {
+    int rows[kOwnRows];
+#pragma unroll
+    for (int i = 0; i < kOwnRows; ++i) rows[i] = row(i);
+    sum_rows_of_tile<Shape, Grid, 4>(own, rows, shared, store);
+  }
+
+ private:
+  template <int kCount>
+  struct Blocks {};
+
+  template <bool kWithTail>
+  __device__ __forceinline__ void multiply_rows(int depth, long long rows) {
     const bool idle = first_row() >= rows;
     PendingProducts pending;
     if (kClears || depth <= 0) for_all([](float& value) { value = 0.0f; });
@@ -115,7 +150,7 @@ class WgmmaTile : public WgmmaStages<T, Shape, kLeft, kRight, kStagedBytes,
     for (int first = short_steps; first < depth; first += Shape::kK) {
       mbarrier_wait(full(stage_), parity_);
       if (!idle) {
-        multiply_stage<Shape::kK / 16>(pending, rows_there, columns_there, !kClears && first == 0);
+        multiply_stage<Shape::kK / 16, kWithTail>(pending, rows_there, columns_there, !kClears && first == 0);
         wgmma_wait<1>(pending);
       }
       if (read >= 0) release(read);
@@ -125,22 +160,20 @@ class WgmmaTile : public WgmmaStages<T, Shape, kLeft, kRight, kStagedBytes,
     if constexpr (kPingPong) arrive_once(turn_of(1 - own_group()));
     wgmma_wait<0>(pending);
     for_all(wgmma_pin);
+    if constexpr (kWithTail) for_tail(wgmma_pin);
     if (read >= 0) release(read);
     if constexpr (kVector == 8) share_columns();
   }
 
-  // The sum over the tile's columns of `own`, a number for each own row; `store(row, total)` is called once a row.
-  template <class Store>
-  __device__ __forceinline__ void sum_rows(const float (&own)[kOwnRows], void* shared, const Store& store) {
-    int rows[kOwnRows];
+  template <class Function>
+  __device__ __forceinline__ void for_tail(const Function& function) {
 #pragma unroll
-    for (int i = 0; i < kOwnRows; ++i) rows[i] = row(i);
-    sum_rows_of_tile<Shape, Grid, 4>(own, rows, shared, store);
+    for (int b = 0; b < kTailBlocks; ++b)
+#pragma unroll
+      for (int j = 0; j < kTail / 8; ++j)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) function(tail[b][j][i]);
   }
-
- private:
-  template <int kCount>
-  struct Blocks {};
 
   // One arrival of a warp.
   static __device__ __forceinline__ void arrive_once(Mbarrier* barrier) {
@@ -149,19 +182,33 @@ class WgmmaTile : public WgmmaStages<T, Shape, kLeft, kRight, kStagedBytes,
   }
 
   // The first kSteps products of a stage, from where its operands would lie in the first one.
-  template <int kSteps>
+  template <int kSteps, bool kWithTail = false>
   __device__ __forceinline__ void multiply_stage(PendingProducts& pending, SharedMatrix rows, SharedMatrix columns,
                                                  bool begins) {
     if constexpr (kCopies) shared_to_async_proxy();
     for_all(wgmma_pin);
+    if constexpr (kWithTail) for_tail(wgmma_pin);
     wgmma_fence();
     const SharedMatrix rows_here = rows + stage_ * kStageBytes;
     const SharedMatrix columns_here = columns + stage_ * kStageBytes;
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
+      if constexpr (kWithTail) multiply_tail(pending, k, begins && k == 0);
       multiply_blocks(pending, rows_here, columns_here, k, begins && k == 0, Blocks<kBlocks>());
     }
     wgmma_commit(pending);
+  }
+
+  // Block after block of 64 columns, which are the instruction's rows.
+  __device__ __forceinline__ void multiply_tail(PendingProducts& pending, int k, bool begins) {
+    const unsigned char* const stage = stages_ + stage_ * kStageBytes;
+    const SharedMatrix rows = Left::matrix(stage, Shape::kM) + k * Left::kStepBytes;
+    const SharedMatrix columns = Right::matrix(stage + Left::kBytes, first_column()) + k * Right::kStepBytes;
+#pragma unroll
+    for (int b = 0; b < kTailBlocks; ++b) {
+      wgmma_columns<T, Shape::kRightAcross, Shape::kLeftAcross, kTail>(pending, tail[b], columns + b * 64 * kSwizzledLine,
+                                                                       rows, begins);
+    }
   }
 
   // Block after block of 64 rows: which one is a constant of the instruction's registers.

@@ -228,14 +228,15 @@ class WgmmaStages {
   static constexpr bool kShortFirst = Shape::kLeftAcross && Shape::kRightAcross;
   // Registers of a thread that fetches, which holds addresses of lines, and of one that multiplies. A multiprocessor has 504
   // for one thread of each warpgroup.
-  static constexpr int kFetchRegisters = kLeft != Fetch::kLines && kRight != Fetch::kLines ? 40
+  static constexpr int kFetchRegisters = kLeft != Fetch::kLines && kRight != Fetch::kLines ? (Shape::kTail > 0 ? 56 : 40)
                                          : Shape::kM <= 64                                ? 56
                                          : kOwners < kWorkers && kLeft != kRight          ? 64
                                                                                           : 88;
   static constexpr int kWorkRegisters = smaller(240, (504 - kFetchRegisters) / kGroups / 8 * 8);
 
  protected:
-  using Left = WgmmaOperand<T, Shape::kLeftAcross, Shape::kM, 1, Shape::kLeftAlign, kWorkers, kLeft, kPair>;
+  using Left =
+      WgmmaOperand<T, Shape::kLeftAcross, Shape::kM + Shape::kTail, 1, Shape::kLeftAlign, kWorkers, kLeft, kPair>;
   using Right =
       WgmmaOperand<T, Shape::kRightAcross, Shape::kN, Shape::kParts, Shape::kRightAlign, kWorkers, kRight, kPair>;
   static constexpr bool kCopies = kLeft == Fetch::kLines || kRight == Fetch::kLines;
