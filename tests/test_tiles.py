@@ -148,8 +148,8 @@ BARRIERS: dict[str, tuple[str, ...]] = {
     "wgmma_released_while_read": ("tile_wgmma.cuh", RELEASED, "release(stage_);"),
     "wgmma_released_last": (
         "tile_wgmma.cuh",
-        "for_all(wgmma_pin); if (read >= 0) release(read);",
-        "for_all(wgmma_pin);",
+        "for_tail(wgmma_pin); if (read >= 0) release(read);",
+        "for_tail(wgmma_pin);",
     ),
     "wgmma_released_by_some": ("wgmma_stages.cuh", "__syncwarp(); const int lane", "const int lane"),
     "wgmma_phase": ("wgmma_stages.cuh", "parity_ ^= 1;"),
