@@ -21,7 +21,7 @@ from moesaic.ir.errors import InternalError, UnsupportedError
 from moesaic.ir.ops import slot
 from moesaic.ir.ops.kernel import SUM_COLUMNS, narrow_columns
 from moesaic.ir.ops.launch import Kernel
-from moesaic.passes.product_shape import Lines, ProductShape, pairs_of_band, takes_tail
+from moesaic.passes.product_shape import TAIL_ROWS, Lines, ProductShape, pairs_of_band, takes_tail
 
 
 def generate(op: Kernel) -> GeneratedKernel:
@@ -68,10 +68,10 @@ class _Emitter:
         if self.shape.swapped and self.staging is None:
             raise UnsupportedError(f"{op.symbol}: results have no room to leave a tile with swapped operands by")
         boxed = self.staging is not None and self.fetched[0] is Fetch.BOXES
-        if self.shape.tail and not (boxed and takes_tail(self.region)):
+        if self.shape.tail and not (self.shape.tail == TAIL_ROWS and boxed and takes_tail(self.region)):
             raise UnsupportedError(
-                f"{op.symbol}: {self.shape.tail} rows besides those of a tile are for rows that follow one another, "
-                "whose products leave through shared memory; leave tail to the rule"
+                f"{op.symbol}: a tile has {TAIL_ROWS} rows besides, found {self.shape.tail}, where rows follow one "
+                "another and their products leave through shared memory; leave tail to the rule"
             )
         self.tile_bytes += self.staging.bytes if self.staging is not None else 0
         shared = self.tile_bytes + self._table_bytes + self.shape.queue_bytes

@@ -315,6 +315,8 @@ class Space:
             return "tiles by wgmma have two warpgroups beside the one that fetches, and stages of 64"
         if shape.columns not in _WGMMA_COLUMNS:
             return f"{shape.columns} columns are none of {_WGMMA_COLUMNS}"
+        if shape.tail not in (0, TAIL_ROWS):
+            return f"an expert's last tile has {TAIL_ROWS} rows besides, or none"
         if shape.tail and (shape.pingpong or shape.swapped or wide < 128):
             return "a tail is that of a tile of 128 columns or more, which two warpgroups share"
         if shape.swapped:

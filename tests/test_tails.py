@@ -129,5 +129,7 @@ def test_which_kernels_may_have_them() -> None:
         with_tails = estimated_us(down, {**down.default, "tail": str(TAIL_ROWS)}, load, H100)
         gains.append(estimated_us(down, down.default, load, H100) / with_tails)
     assert gains[0] > 1.1 > gains[1]
-    with pytest.raises(UnsupportedError, match="experts_gate_up_proj: 32 rows besides those of a tile"):
-        kernels("specialize{points=experts_gate_up_proj:tail=32}")
+    assert "has 32 rows besides, or none" in down.problem({**down.default, "tail": "16"})
+    for wrong in ("experts_gate_up_proj:tail=32", "experts_down_proj:tail=16"):
+        with pytest.raises(UnsupportedError, match="a tile has 32 rows besides, found"):
+            kernels(f"specialize{{points={wrong}}}")
