@@ -435,7 +435,8 @@ class _Rule:
             return max(1, lanes // self.lanes) if one_row and spare and way == "radix" else 1
         if self._is_summing and self.sums and self.dense:
             return max(1, _RESIDENT_WITH_SUMS * _USUAL_THREADS // threads)
-        if in_shared and not self.few:
+        many_picks = self.limits and self.dense and self.picks > _PICKS_A_LANE  # spill up to 170 bytes
+        if in_shared and not (self.few or many_picks):
             return max(1, _RESIDENT_WITH_SUMS * _USUAL_THREADS // threads)
         if self.few or not (threads == _USUAL_THREADS or self._is_large):
             return 1

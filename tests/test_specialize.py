@@ -162,12 +162,14 @@ def test_bounds_of_gradients_of_losses_do_not_spill(experts, options, outputs, b
         (512, {}, "f32", 4),
         (2304, {}, "bf16", 8),
         (2304, {"score": "sigmoid", "selection_bias": True}, "bf16", 1),
+        (256, {"top_k": 16, "score": "sigmoid", "groups": 8, "groups_kept": 4, "outputs": DENSE}, "bf16", 1),
     ],
 )
 def test_sums_in_shared_memory_leave_registers(experts, options, dtype, resident):
     """They come ahead of what finds picks, with the row sum that they divide by."""
     losses = {"balance": mo.LoadBalance()}
-    router = mo.Router(experts, 8, renormalize=True, outputs=COMPACT, losses=losses, dtype=dtype, **options)
+    given = {"top_k": 8, "outputs": COMPACT, **options}
+    router = mo.Router(experts, renormalize=True, losses=losses, dtype=dtype, **given)
     rows, *_ = configuration(router, "forward", dtype)
     assert (rows["sums"], rows["resident"]) == ("shared", str(resident))
     [kernel, *_] = program_of(router.module(dtype)).executable("training", "sm_90a", ()).kernels
