@@ -171,8 +171,8 @@ class _Emitter:
         staged = []
         if self.staging is not None:
             staged = [Line("Staged", definition=self.staging.type)]
-        if self.staging is not None and self.shape.tail:
-            staged.append(Line("StagedTail", definition=self.staging.tail_type(self.shape.tail)))
+            if self.shape.tail:
+                staged.append(Line("StagedTail", definition=self.staging.tail_type(self.shape.tail)))
         return [
             Line("Element", definition=element),
             Line("Shape", definition=f"moesaic::TileShape<{shape}>"),
@@ -338,26 +338,23 @@ class _Emitter:
                 "const auto tiles = moesaic::even_tiles<kTileRows, Tile::kPair>(next.rows);",
                 "const int row_tiles = tiles.count;",
             ]
-            rows = [
-                "const int first_row = static_cast<int>(item.row_tile) * tiles.rows;",
-                "const int rows = item.idle ? 0 : moesaic::smaller(tiles.rows, next.rows - first_row);",
-            ]
+            first_row = "const int first_row = static_cast<int>(item.row_tile) * tiles.rows;"
+            rows = ["const int rows = item.idle ? 0 : moesaic::smaller(tiles.rows, next.rows - first_row);"]
         else:
             tiles = [f"const int row_tiles = {self._row_tiles('next.rows')};"]
+            first_row = "const int first_row = static_cast<int>(item.row_tile) * kTileRows;"
+            rows = ["const int rows = item.idle ? 0 : next.rows - first_row;  // of the expert that are left"]
+        if self.shape.tail:  # which only the last tile of an expert has
             rows = [
-                "const int first_row = static_cast<int>(item.row_tile) * kTileRows;",
-                "const int rows = item.idle ? 0 : next.rows - first_row;  // of the expert that are left",
+                "const int most = item.row_tile + 1 < row_tiles ? kTileRows : kTileRows + kTail;",
+                "const int rows = item.idle ? 0 : moesaic::smaller(most, next.rows - first_row);",
             ]
-            if self.shape.tail:
-                rows[1:] = [
-                    "const int most = item.row_tile + 1 < row_tiles ? kTileRows : kTileRows + kTail;",
-                    "const int rows = item.idle ? 0 : moesaic::smaller(most, next.rows - first_row);",
-                ]
         return [
             *([] if self.shape.told else [f"const auto next = {self._found()};"]),
             "const int expert = next.expert;",
             *tiles,
             f"const auto item = {self._item_of}(next.number, Tile::rank(), row_tiles, kColumnTiles);",
+            first_row,
             *rows,
             "const int first_slot = next.first_slot + first_row;",
             "const int first_column = item.column_tile * kTileColumns;",

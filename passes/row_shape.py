@@ -63,14 +63,14 @@ _RESIDENT_LANES_OF_GRADIENT = 896  # of a loss: it reads a row for all tokens, a
 _BOUNDED_SLOTS = 18  # of a lane, at most: more do not fit these registers
 _RESIDENT_WITH_SUMS = 4  # blocks of 128 threads that sum: what a fourth hides is worth more
 _RESIDENT_WHERE_COMPACT = 8  # a kernel that only selects waits for what it loads: more warps hide more of that
-# The same for gradients of losses, by columns; others gain nothing by it, or spill. What reads picks in place of a
-# second row has registers to spare, and what goes back through more than a score of what it reads has fewer.
-_RESIDENT_WITH_LOSS: dict[tuple[type, str], dict[range, int]] = {
-    (row.Max, "picks"): {range(64, 65): 8, range(256, 897): 5},
-    (row.Max, "rows"): {range(256, 897): 4},
-    (row.Max, "picks, of more"): {range(256, 897): 4},
-    (math.Sigmoid, "picks"): {range(64, 65): 7, range(128, 897): 5},
-    (math.Sigmoid, "rows"): {range(128, 897): 4},
+# The same for gradients of losses, by columns; others gain nothing by it, or spill. By what makes their scores, whether
+# they read picks in place of a second row, and whether they go back through other functions, too, such as a cap.
+_RESIDENT_WITH_LOSS: dict[tuple[type, bool, bool], dict[range, int]] = {
+    (row.Max, True, False): {range(64, 65): 8, range(256, 897): 5},
+    (row.Max, True, True): {range(256, 897): 4},
+    (row.Max, False, False): {range(256, 897): 4},
+    (math.Sigmoid, True, False): {range(64, 65): 7, range(128, 897): 5},
+    (math.Sigmoid, False, False): {range(128, 897): 4},
 }
 _SUMMED_SLOTS = 16  # from so many on, a lane of a warp keeps its sums in shared memory, if registers are scarce
 _LARGE_BLOCKS = range(256, 1024)  # columns of a dense row: fewer have registers to spare, more have not enough
@@ -415,10 +415,9 @@ class _Rule:
             type(o) for o in self.region.ops if isinstance(o, math.Unary) and self.layouts[o.y].kind == "experts"
         }
         score = row.Max if any(isinstance(o, row.Max) for o in self.region.ops) else math.Sigmoid
-        more = ", of more" if functions - {score} else ""
         if (score is math.Sigmoid and score not in functions) or self.sums or self.experts % (self.lanes * self.vec):
             return 1
-        bounds = _RESIDENT_WITH_LOSS.get((score, ("picks" if len(self.rows) == 1 else "rows") + more), {})
+        bounds = _RESIDENT_WITH_LOSS.get((score, len(self.rows) == 1, bool(functions - {score})), {})
         return next((blocks for columns, blocks in bounds.items() if self.experts in columns), 1)
 
     def _resident(self, threads: int, select: dict[str, str], in_shared: bool) -> int:
@@ -433,10 +432,9 @@ class _Rule:
             if self.wide or (self.sums and not in_shared):
                 lanes = _RESIDENT_LANES_OF_CROWDED
             return max(1, lanes // self.lanes) if one_row and spare and way == "radix" else 1
-        if self._is_summing and self.sums and self.dense:
-            return max(1, _RESIDENT_WITH_SUMS * _USUAL_THREADS // threads)
         many_picks = self.limits and self.dense and self.picks > _PICKS_A_LANE  # spill up to 170 bytes
-        if in_shared and not (self.few or many_picks):
+        in_registers = self._is_summing and self.sums and self.dense
+        if in_registers or (in_shared and not (self.few or many_picks)):
             return max(1, _RESIDENT_WITH_SUMS * _USUAL_THREADS // threads)
         if self.few or not (threads == _USUAL_THREADS or self._is_large):
             return 1

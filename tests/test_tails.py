@@ -61,6 +61,10 @@ def gradients(
     drawn = [0.3 * torch.randn(*shape, generator=generator) for shape in shapes]
     x, weights, *matrices = (t.to(dtype).to(device).requires_grad_() for t in drawn)
     layer = mo.compile(mo.Experts(experts, hidden, inner), backend=backend, passes=passes)
+    stored = "bf16" if dtype is torch.bfloat16 else "fp16"
+    made = layer.layer(1, dtype=stored, weights_dtype=stored).kernels
+    tails = [symbol for symbol, kernel in made.items() if "kTail" in kernel.source]
+    assert tails == (list(KERNELS) if TAILS in passes else [])
     y = layer(x, picks, weights, *matrices)
     cotangent = torch.randn(y.shape, generator=generator).to(dtype).to(device)
     return [y.detach(), *torch.autograd.grad(y, (x, weights, *matrices), cotangent)]

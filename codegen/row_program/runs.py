@@ -46,14 +46,9 @@ class Runs:
             run: list[math.Elementwise] = []
             rest: list[Op] = []
             for op in waiting:
-                made = self._behind(op, late)
-                known = {*ready, *(v for o in made for v in o.results)}
-                read = [v for o in made for v in o.operands[: operands_read(o)] if not isinstance(v, Constant)]
-                if (
-                    isinstance(op, math.Elementwise)
-                    and text.layouts[op.results[0]] == layout
-                    and known.issuperset(read)
-                ):
+                fits = isinstance(op, math.Elementwise) and text.layouts[op.results[0]] == layout
+                made = self._behind(op, late) if fits else set()
+                if fits and self._can_be_made(made, ready):
                     run += [o for o in ops if o in made and o not in run and isinstance(o, math.Elementwise)]
                     ready.update(op.results)
                 else:
@@ -89,6 +84,12 @@ class Runs:
             ):
                 late.add(op)
         return late
+
+    @staticmethod
+    def _can_be_made(ops: Collection[Op], ready: Collection[Value]) -> bool:
+        """Whether all that some ops read is there, or made by one of them."""
+        read = (v for op in ops for v in op.operands[: operands_read(op)] if not isinstance(v, Constant))
+        return all(v in ready or (isinstance(v, OpResult) and v.op in ops) for v in read)
 
     @staticmethod
     def _behind(op: Op, among: Collection[Op]) -> set[Op]:

@@ -509,7 +509,7 @@ __device__ __forceinline__ void bitmap(const int (&indices)[Picks::kSlots], int 
   for (int i = 0; i < Bytes::kSlots; ++i) bytes[i] = static_cast<int>(words[i / 4] >> (i % 4 * 8) & 0xffu);
 }
 
-// ------------------------------------------------------------------------------------------------- sums over tokens
+// -------------------------------------------------------------------------------------------------- in shared memory
 
 // Rows of floats in shared memory, where registers would cost more: one for each thread, or one for each lane that shares a
 // token. Slot i of a holder is part i % kWord of word [i / kWord][holder], so that a warp's words are consecutive. Slots that
@@ -550,6 +550,8 @@ struct SharedSlots {
     for (int i = 0; i < R::kSlots; ++i) x[i] = at(holder, i);
   }
 };
+
+// ------------------------------------------------------------------------------------------------- sums over tokens
 
 // Adds up what the lanes of a warp collected for the same columns: those kDistance apart, then those twice as far apart, and
 // so on. With each step a lane gives away half of its slots and keeps the sums of the other half, so that at the end

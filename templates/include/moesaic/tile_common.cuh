@@ -161,10 +161,10 @@ class OperandChunks {
 };
 
 // Adds up what the threads that share a row hold, and calls `store(row, total)` once for each row of the tile: kLanes
-// neighbouring lanes in pairs, then the warps of a row of the grid one after the other. `rows` are a thread's own.
-template <class Shape, class Grid, int kLanes, int kOwnRows, class Store>
-__device__ __forceinline__ void sum_rows_of_tile(const float (&own)[kOwnRows], const int (&rows)[kOwnRows],
-                                                 void* shared, const Store& store) {
+// neighbouring lanes in pairs, then the warps of a row of the grid one after the other. `row(i)` are a thread's own.
+template <class Shape, class Grid, int kLanes, int kOwnRows, class Row, class Store>
+__device__ __forceinline__ void sum_rows_of_tile(const float (&own)[kOwnRows], const Row& row, void* shared,
+                                                 const Store& store) {
   const bool first_lane = threadIdx.x % kLanes == 0;
   float sums[kOwnRows];
 #pragma unroll
@@ -176,14 +176,14 @@ __device__ __forceinline__ void sum_rows_of_tile(const float (&own)[kOwnRows], c
   if constexpr (Grid::kColumns == 1) {
 #pragma unroll
     for (int i = 0; i < kOwnRows; ++i) {
-      if (first_lane) store(rows[i], sums[i]);
+      if (first_lane) store(row(i), sums[i]);
     }
   } else {
     float* const partial = static_cast<float*>(shared);  // [Grid::kColumns][kM]
     __syncthreads();  // whoever used shared memory before is done with it
 #pragma unroll
     for (int i = 0; i < kOwnRows; ++i) {
-      if (first_lane) partial[Grid::column() * Shape::kM + rows[i]] = sums[i];
+      if (first_lane) partial[Grid::column() * Shape::kM + row(i)] = sums[i];
     }
     __syncthreads();  // the sums of all warps are there
     for (int r = threadIdx.x; r < Shape::kM; r += Shape::kThreads) {

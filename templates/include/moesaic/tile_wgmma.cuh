@@ -117,10 +117,7 @@ class WgmmaTile : public WgmmaStages<T, Shape, kLeft, kRight, kStagedBytes,
   // The sum over the tile's columns of `own`, a number for each own row; `store(row, total)` is called once a row.
   template <class Store>
   __device__ __forceinline__ void sum_rows(const float (&own)[kOwnRows], void* shared, const Store& store) {
-    int rows[kOwnRows];
-#pragma unroll
-    for (int i = 0; i < kOwnRows; ++i) rows[i] = row(i);
-    sum_rows_of_tile<Shape, Grid, 4>(own, rows, shared, store);
+    sum_rows_of_tile<Shape, Grid, 4>(own, [this](int i) { return row(i); }, shared, store);
   }
 
  private:
