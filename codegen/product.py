@@ -21,7 +21,7 @@ from moesaic.ir.errors import InternalError, UnsupportedError
 from moesaic.ir.ops import slot
 from moesaic.ir.ops.kernel import SUM_COLUMNS, narrow_columns
 from moesaic.ir.ops.launch import Kernel
-from moesaic.passes.product_shape import TAIL_ROWS, Lines, ProductShape, pairs_of_band, takes_tail
+from moesaic.passes.product_shape import TAIL_ROWS, Lines, ProductShape, pairs_of_band, why_no_tail
 
 
 def generate(op: Kernel) -> GeneratedKernel:
@@ -67,12 +67,12 @@ class _Emitter:
         )
         if self.shape.swapped and self.staging is None:
             raise UnsupportedError(f"{op.symbol}: results have no room to leave a tile with swapped operands by")
-        boxed = self.staging is not None and self.fetched[0] is Fetch.BOXES
-        if self.shape.tail and not (self.shape.tail == TAIL_ROWS and boxed and takes_tail(self.region)):
-            raise UnsupportedError(
-                f"{op.symbol}: a tile has {TAIL_ROWS} rows besides, found {self.shape.tail}, where rows follow one "
-                "another and their products leave through shared memory; leave tail to the rule"
-            )
+        if self.shape.tail:
+            problem = why_no_tail(self.region, self.shape)
+            if not problem and (self.shape.tail != TAIL_ROWS or self.fetched[0] is Fetch.LINES or self.staging is None):
+                problem = f"tiles have {TAIL_ROWS} rows besides, which come and leave in boxes, found {self.shape.tail}"
+            if problem:
+                raise UnsupportedError(f"{op.symbol}: {problem}; leave tail to the rule")
         self.tile_bytes += self.staging.bytes if self.staging is not None else 0
         shared = self.tile_bytes + self._table_bytes + self.shape.queue_bytes
         if shared > target.shared_optin:
@@ -154,7 +154,7 @@ class _Emitter:
         return lines
 
     def _tail_constants(self) -> list[Line]:
-        why = "rows that an expert's last tile has besides, at most"
+        why = "rows that an expert's last pair of tiles has besides, at most"
         return [Line("kTail", str(self.shape.tail), why=why)] if self.shape.tail else []
 
     @property
@@ -202,8 +202,12 @@ class _Emitter:
             return None
         first = "first_slot" if self.grouped else "static_cast<int>(first_token)"
         # Of a tile that may have few rows, boxes without any do not come.
-        tall = self.shape.rows // 3 if self.shape.swapped else self.shape.tail or box_rows(self.shape.rows)
+        tall = self.shape.rows // 3 if self.shape.swapped else box_rows(self.shape.rows)
         return Boxes(self.parameters.index(rows), tall, first=first)
+
+    def _tail_boxes(self) -> Boxes:
+        """How it finds the rows that a pair of tiles has besides."""
+        return Boxes(self.parameters.index(self.product.x), self.shape.tail, first="tail_slot")
 
     def _right_boxes(self) -> Boxes | None:
         """How it finds the weight's, if both parts begin at columns where boxes may."""
@@ -272,9 +276,10 @@ class _Emitter:
 
     def _extents(self) -> str:
         """How many rows and columns there are in a tile, for what is fetched line by line."""
-        most = "kTileRows + kTail" if self.shape.tail else "kTileRows"
         rows = (
-            f"moesaic::smaller({most}, rows)" if self.grouped else f"static_cast<int>(moesaic::at_most({most}, rows))"
+            "moesaic::smaller(kTileRows, rows)"
+            if self.grouped
+            else "static_cast<int>(moesaic::at_most(kTileRows, rows))"
         )
         in_turn = self.halves and self.in_turn
         return f"{rows}, {'2 * kColumns - 2 * first_column' if in_turn else 'kColumns - first_column'}"
@@ -344,10 +349,11 @@ class _Emitter:
             tiles = [f"const int row_tiles = {self._row_tiles('next.rows')};"]
             first_row = "const int first_row = static_cast<int>(item.row_tile) * kTileRows;"
             rows = ["const int rows = item.idle ? 0 : next.rows - first_row;  // of the expert that are left"]
-        if self.shape.tail:  # which only the last tile of an expert has
-            rows = [
-                "const int most = item.row_tile + 1 < row_tiles ? kTileRows : kTileRows + kTail;",
-                "const int rows = item.idle ? 0 : moesaic::smaller(most, next.rows - first_row);",
+        tail = []
+        if self.shape.tail:
+            tail = [
+                "const int tail_rows = moesaic::rows_of_tail<kTileRows>(next.rows, row_tiles, item.row_tile);",
+                "const int tail_slot = next.first_slot + row_tiles * kTileRows;",
             ]
         return [
             *([] if self.shape.told else [f"const auto next = {self._found()};"]),
@@ -358,6 +364,7 @@ class _Emitter:
             *rows,
             "const int first_slot = next.first_slot + first_row;",
             "const int first_column = item.column_tile * kTileColumns;",
+            *tail,
         ]
 
     def _fetch(self) -> list[str]:
@@ -370,12 +377,16 @@ class _Emitter:
                 lines += copied()
             else:
                 lines += boxes.lines(name, self.parameters)
-        return [*lines, f"tile.fetch(left, right, kDepth, {self._extents()}, item.together);"]
+        tail = self._tail_boxes().lines("tail", self.parameters) if self.shape.tail else []
+        besides = ", tail, tail_rows" if tail else ""
+        return [*lines, *tail, f"tile.fetch(left, right, kDepth, {self._extents()}, item.together{besides});"]
 
     def _multiply(self) -> list[str]:
         epilogue, before = self._region()
         passes = ["if (tile.passes(kDepth)) continue;  // the other warpgroup's"] if self.shape.pingpong else []
-        product = [f"tile.multiply(kDepth, rows);  // {comment(self.product, epilogue.name)}"]
+        vacated = ["if (tail_rows > 0) tile.vacate(staged);"] if self.shape.tail else []
+        besides = ", tail_rows" if self.shape.tail else ""
+        product = [*vacated, f"tile.multiply(kDepth, rows{besides});  // {comment(self.product, epilogue.name)}"]
         return [*passes, *self._place(), "", *before, *product, "", *self._epilogue(epilogue)]
 
     # ------------------------------------------------------------------------------------------------ operands
@@ -492,7 +503,7 @@ class _Emitter:
             where = [] if self.staging.turned else ["int column = first_column + tile.column(j);", *last]
             lines += self.staging.leave(self.parameters, [*where, *compute], first)
             if self.shape.tail:
-                lines += self.staging.leave_tail(self.parameters, first, self.shape.tail)
+                lines += self.staging.leave_tail(self.parameters, self.shape.tail)
         else:
             lines += [*self._rows(place), *indented(epilogue.for_row, 2)]
             if epilogue.row_stores:

@@ -79,7 +79,7 @@ class Staging:
         halves = any(columns_of(v) != columns for v in wide)
         if shape.swapped:
             return cls._of_columns(tuple(outputs), elements[0], STAGED_ROWS, shape.rows, room)
-        return cls._fitting(tuple(outputs), elements[0], columns, tile_columns, halves, room, shape.tail)
+        return cls._fitting(tuple(outputs), elements[0], columns, tile_columns, halves, room, shape.tail_bytes)
 
     @classmethod
     def of_matrices(
@@ -106,11 +106,12 @@ class Staging:
         tail: int = 0,
     ) -> Staging | None:
         """The first form that shared memory has room for. Boxes do not reach from one half into the other, and of
-        several none lies past the last column. A tile's tail leaves by the same memory, and waits for one buffer."""
+        several none lies past the last column. `tail` are bytes that a pair's tail has there meanwhile, in one
+        buffer."""
         for width, buffers in _FORMS:
             found = cls(outputs, width, buffers, element)
             ends = columns % width == 0 or (width <= _BOX_COLUMNS and not halves)
-            if ends and tile_columns % width == 0 and found.bytes <= room and not (tail and buffers > 1):
+            if ends and tile_columns % width == 0 and tail <= found.bytes <= room and not (tail and buffers > 1):
                 return found
         return None
 
@@ -185,14 +186,12 @@ class Staging:
         """The definition of ``StagedTail``, in the memory of ``Staged``."""
         return f"moesaic::StagedColumns<{self.element}, {_BOX_COLUMNS}, {len(self.outputs)}, {self.buffers}, {rows}>"
 
-    def leave_tail(self, parameters: Parameters, first_row: str, rows: int) -> list[str]:
-        """The rows that a tile has besides, which are nothing but products."""
+    def leave_tail(self, parameters: Parameters, rows: int) -> list[str]:
+        """The rows that a pair of tiles has besides, which are nothing but products."""
         [output] = self.outputs
         map = parameters.tensor_map(output.index, rows, _BOX_COLUMNS)
         return [
-            "if (rows > kTileRows) {",
-            "  const int valid = rows - kTileRows;",
-            f"  const int row = {first_row} + kTileRows;",
+            "if (tail_rows > 0) {",
             "#pragma unroll",
             "  for (int b = 0; b < Tile::kTailBlocks; ++b) {",
             "    const int box_column = first_column + tile.first_column() + StagedTail::kColumns * b;",
@@ -207,7 +206,7 @@ class Staging:
             "      }",
             "    }",
             "    staged_tail.written();",
-            f"    staged_tail.store_rows(0, {map}, box_column, row, valid);",
+            f"    staged_tail.store_rows(0, {map}, box_column, tail_slot, tail_rows);",
             "    staged_tail.sent();",
             "  }",
             "}",

@@ -38,6 +38,7 @@ _BYTES_IN_FLIGHT = 20 * 1024  # of a multiprocessor, for all of the bandwidth
 _TOKEN_INSTRUCTIONS = 50.0  # of a lane, whatever its part of the row
 _HIDDEN = 0.25  # of the smaller of two times, what does not overlap
 _EPILOGUE = 14.0  # clocks for 128 elements of a tile that leave
+_TAIL = 0.4  # of a tile, what both blocks of a pair take longer for rows besides
 _MMA_SHARE = 0.6  # of what wgmma reaches, by mma.sync
 _SIMT_FLOPS = 200.0  # a clock of a multiprocessor
 _MEMORY_LATENCY = 700.0  # clocks until the first stage of a tile is there
@@ -240,7 +241,9 @@ def _row_tiles(shape: ProductShape, each: float, *, spread: bool) -> tuple[float
     found: list[tuple[float, float]] = []
     for deviation in _QUARTERS if spread else (0.0,):
         rows = max(1.0, each + deviation * each**0.5)
-        tiles = max(1.0, -(-(rows - shape.tail) // shape.rows))
+        tiles = max(1.0, -(-rows // shape.rows))
+        if tiles > 1 and tiles % 2 and rows - (tiles - 1) * shape.rows <= shape.tail:
+            tiles -= 1 - _TAIL
         if shape.swapped and tiles > 1:
             tiles = 2.0 * -(-rows // (2 * shape.rows))  # for pairs of blocks
         height = min(float(shape.rows), -(-rows // tiles // 8) * 8) if shape.swapped else float(shape.rows)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moesaic.ir.core import Block, BlockArgument, Op, OpResult, Value, columns_of
 from moesaic.ir.errors import InternalError
@@ -18,9 +18,7 @@ _WARP = 32
 SWAPPED_ROWS = 144
 """Of a product's ``SwappedTile``, at most: an instruction has as many columns as there are rows."""
 TAIL_ROWS = 32
-"""Rows that an expert's last tile may have besides (``WgmmaTile``): fewer need no tile of their own."""
-STAGED_BYTES_OF_TAIL = 2 * 64 * 32 * 2
-"""Shared memory that the results of such a tile need at least to leave by, 32 columns of both warpgroups at a time."""
+"""Rows that an expert's last pair of tiles may have besides (``WgmmaTile``): so few need no tile of their own."""
 SWAPPED_MATRIX = (256, 128)
 """Rows and columns of a gradient's ``SwappedTile``."""
 STAGED_ROWS = 16
@@ -65,7 +63,7 @@ class ProductShape:
         threads: of a block.
         blocks: that a multiprocessor should hold at least, which bounds registers.
         pingpong: whether two warpgroups have tiles in turn, rather than one together (``WgmmaTile`` only).
-        tail: rows that an expert's last tile may have besides; see `takes_tail`.
+        tail: rows that an expert's last pair of tiles may have besides; see `takes_tail`.
     """
 
     tile: str
@@ -195,12 +193,17 @@ class ProductShape:
 
     def shared_bytes(self, size: int, parts: int, left: Lines, right: Lines) -> int:
         """Shared memory of a block for operands with elements of `size` bytes; the kernel asserts that it is so."""
-        stages = self.stages * self.depth * size * (self.rows + self.tail + parts * self.columns)
+        stages = self.stages * self.depth * size * (self.rows + parts * self.columns)
         if self.tile == "MmaTile":
             return stages
         if self.fetches:  # with two barriers a stage, two more, and a gap before the first
             return stages + 16 * (self.stages + 1) + _SWIZZLED_BLOCK - 16
         return 4 * self.stages * (self._floats(size, self.rows, left) + self._floats(size, parts * self.columns, right))
+
+    @property
+    def tail_bytes(self) -> int:
+        """Of shared memory that results leave by, at least: a tail's rows of all stages are there meanwhile."""
+        return _power_of_two(self.stages * self.depth * 2 * self.tail) if self.tail else 0
 
     def _floats(self, size: int, rows: int, lines: Lines) -> int:
         """Of an operand in a stage of a SimtTile: steps that are turned have gaps between them."""
@@ -217,10 +220,12 @@ class ProductShape:
 
     @staticmethod
     def chosen(config: Mapping[str, str], point: Mapping[str, str]) -> dict[str, str]:
-        """A configuration with the choices of a point: where operands are swapped, the tile is another one."""
+        """A configuration with the choices of a point: where operands are swapped, the tile is another one, and a tail
+        is of the tile that it was chosen for."""
         schedule = point.get("schedule") if "schedule" in config else None
         tile = {} if schedule is None else {"tile": "SwappedTile" if schedule == "swapped" else "WgmmaTile"}
-        return {**config, **point, **tile}
+        other = "tail" in config and any(config.get(name) != value for name, value in point.items())
+        return {**config, **({"tail": "0"} if other else {}), **point, **tile}
 
     def cuda(self, parts: int, left: Lines, right: Lines) -> str:
         """The arguments of ``TileShape``."""
@@ -249,7 +254,7 @@ def _power_of_two(number: int) -> int:
 
 
 def product_shape(region: Block, *, tile: str = "", hopper: bool = False, allow_tf32: bool = False) -> ProductShape:
-    """The tile of a ``kernel.product`` or ``kernel.wgrad``; see `ProductShape.of`."""
+    """The tile of a ``kernel.product`` or ``kernel.wgrad``; see `ProductShape.of`. It has a tail where it can."""
     for op in region.ops:
         if isinstance(op, slot.Product):
             outer = op.sizes()[1]
@@ -257,7 +262,7 @@ def product_shape(region: Block, *, tile: str = "", hopper: bool = False, allow_
             in_turn = any(o.interleaved for o in region.ops if isinstance(o, slot.Split | slot.Join))
             parts = 2 if outer != columns and not in_turn else 1
             experts = op.weight.type.shape[0] if isinstance(op, slot.GroupedLinear) else 1
-            return ProductShape.of(
+            shape = ProductShape.of(
                 op.x.type.dtype,
                 parts,
                 outer // parts,
@@ -268,6 +273,7 @@ def product_shape(region: Block, *, tile: str = "", hopper: bool = False, allow_
                 swaps=swaps_operands(region, columns),
                 alone=isinstance(op, slot.Linear),
             )
+            return shape if why_no_tail(region, shape) else replace(shape, tail=TAIL_ROWS)
         if isinstance(op, slot.Outer):
             width = op.sizes()[1]
             matrices = op.result.type.shape[0] if isinstance(op, slot.GroupedWgrad) else 1
@@ -326,7 +332,7 @@ def swaps_operands(region: Block, columns: int) -> bool:
 
 
 def takes_tail(region: Block) -> bool:
-    """Whether an expert's last tile may have a few rows besides, if its warpgroups share it: rows that follow one
+    """Whether an expert's last tiles may have a few rows besides, if they have the shape for it: rows that follow one
     another, whose products are all there is, and leave in 16 bits."""
     products = [op for op in region.ops if isinstance(op, slot.GroupedLinear)]
     plain = all(isinstance(op, slot.GroupedLinear | math.Cast) for op in region.ops[:-1])
@@ -334,6 +340,18 @@ def takes_tail(region: Block) -> bool:
     if not plain or len(products) != 1 or len(results) != 1 or not isinstance(products[0].x, BlockArgument):
         return False
     return results[0].type.dtype in _SIXTEEN_BITS and columns_of(results[0]) % 8 == 0
+
+
+def why_no_tail(region: Block, shape: ProductShape) -> str:
+    """Why a product's tiles of that shape cannot have a tail; empty where they can."""
+    if not takes_tail(region):
+        return "a tail's rows follow one another, and their products are all there is, and leave in 16 bits"
+    if shape.tile != "WgmmaTile" or shape.pingpong or shape.columns < 256:
+        return "a tail is that of tiles of 256 columns, which two warpgroups share"
+    [depth] = [op.sizes()[0] for op in region.ops if isinstance(op, slot.Product)]
+    if depth <= shape.depth * (shape.stages - 1):
+        return f"a tail's rows come for {shape.stages} stages at once, and {depth} elements have fewer"
+    return ""
 
 
 def swaps_matrix(region: Block) -> bool:

@@ -30,7 +30,6 @@ from moesaic.ir.ops import row, slot
 from moesaic.ir.ops.kernel import SUM_COLUMNS, narrow_columns
 from moesaic.ir.ops.launch import Kernel
 from moesaic.passes.product_shape import (
-    STAGED_BYTES_OF_TAIL,
     SWAPPED_MATRIX,
     SWAPPED_ROWS,
     TAIL_ROWS,
@@ -40,6 +39,7 @@ from moesaic.passes.product_shape import (
     swapped_bytes,
     swaps_matrix,
     swaps_operands,
+    why_no_tail,
 )
 from moesaic.passes.row_layout import Layout, infer_layouts
 from moesaic.passes.specialize import Specialize, point_text
@@ -107,7 +107,7 @@ _TILES = (
     Parameter("threads", _numbers(64, 128, 256, 384), "of a block"),
     Parameter("blocks", _numbers(1, 2, 3), "of a multiprocessor, which bounds registers"),
 )
-_TAIL = Parameter("tail", _numbers(0, TAIL_ROWS), "rows that an expert's last tile has besides, at most")
+_TAIL = Parameter("tail", _numbers(0, TAIL_ROWS), "rows that an expert's last pair of tiles has besides, at most")
 _THREADS = Parameter("threads", _numbers(64, 128, 256, 512), "of a block")
 
 FAMILIES: Mapping[str, Family] = {
@@ -304,7 +304,7 @@ class Space:
         shared = shape.shared_bytes(size, parts, Lines(self.op.template == "wgrad", 16), lines)
         shared += self._table_bytes(shape) + shape.queue_bytes + (swapped_bytes(region) if shape.swapped else 0)
         shared += TOKEN_BYTES if self.op.template == "wgrad" and shape.fetches else 0
-        shared += STAGED_BYTES_OF_TAIL if shape.tail else 0
+        shared += shape.tail_bytes
         if shared > self.limits.shared_optin or shared * shape.blocks > self.limits.shared_per_sm:
             return f"{shape.blocks} blocks need {shared} bytes of shared memory each"
         return ""
@@ -316,9 +316,10 @@ class Space:
         if shape.columns not in _WGMMA_COLUMNS:
             return f"{shape.columns} columns are none of {_WGMMA_COLUMNS}"
         if shape.tail not in (0, TAIL_ROWS):
-            return f"an expert's last tile has {TAIL_ROWS} rows besides, or none"
-        if shape.tail and (shape.pingpong or shape.swapped or wide < 128):
-            return "a tail is that of a tile of 128 columns or more, which two warpgroups share"
+            return f"an expert's last tiles have {TAIL_ROWS} rows besides, or none"
+        assert self.op.region is not None
+        if shape.tail and (problem := why_no_tail(self.op.region, shape)):
+            return problem
         if shape.swapped:
             return self._swapped(wide)
         rows = shape.rows if shape.pingpong else shape.rows // 2

@@ -133,7 +133,7 @@ WAITS = (
     "by_one_lane([] { stored_wait<kBuffers - 1>(); });\n    sync();",
     "by_one_lane([] { stored_wait<kBuffers - 1>(); });",
     "shared_to_async_proxy();\n    sync();",
-    "by_one_lane([] { stored_wait<0>(); });",
+    "stored_wait<0>();",
 )
 
 

@@ -1,19 +1,22 @@
-"""Rows that an expert's last tile has besides its own: how many tiles there are, and results to the bit."""
+"""Rows that an expert's last pair of tiles has besides: how many tiles there are, and results to the bit."""
 
 from __future__ import annotations
 
 import re
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from device_kernels import Run, everywhere
+from device_kernels import ORDERS, Run, everywhere
 
 import moesaic as mo
+from moesaic.codegen import nvrtc
 from moesaic.codegen.disassemble import disassemble
 from moesaic.codegen.kernel import GeneratedKernel
 from moesaic.codegen.target import Target
-from moesaic.ir.errors import UnsupportedError
+from moesaic.ir.errors import EmulationError, UnsupportedError
 from moesaic.ir.ops.launch import Kernel
 from moesaic.ir.types import DType
 from moesaic.passes.card import H100
@@ -22,17 +25,23 @@ from moesaic.passes.cost_model import estimated_us
 from moesaic.passes.product_shape import TAIL_ROWS
 from moesaic.passes.space import spaces_of
 from moesaic.passes.specialize import Specialize
+from moesaic.runtime.execute import RUNNERS
 from moesaic.runtime.kernels import compiled_kernel
 from moesaic.runtime.program import Program, program_of
 
 KERNELS = ("experts_down_proj", "experts_backward_gate_up_proj")
-TAILS = "points=" + ",".join(f"{kernel}:tail={TAIL_ROWS}" for kernel in KERNELS)
+NONE = "points=" + ",".join(f"{kernel}:tail=0" for kernel in KERNELS)
 
 COUNTING = """#include "moesaic/experts.cuh"
 
 extern "C" __global__ void __launch_bounds__(32) counting(const int* rows, int* out, int count) {
   for (int i = threadIdx.x; i < count; i += 32) {
-    moesaic::store_one(out + i, moesaic::tiles_with_tail<128, 32>(moesaic::load_one(rows + i)));
+    const int count_of_rows = moesaic::load_one(rows + i), tiles = moesaic::tiles_with_tail<128, 32>(count_of_rows);
+    moesaic::store_one(out + i, tiles);
+    for (int back = 1; back <= 3; ++back) {  // of the last tile, the one before, and the one before that
+      const int tail = tiles < back ? 0 : moesaic::rows_of_tail<128>(count_of_rows, tiles, tiles - back);
+      moesaic::store_one(out + back * count + i, tail);
+    }
   }
 }
 """
@@ -40,13 +49,17 @@ extern "C" __global__ void __launch_bounds__(32) counting(const int* rows, int* 
 
 @everywhere
 def test_tiles_of_an_expert(run: Run) -> None:
-    """As few as there can be; all but the last have 128 rows, and that has one at least."""
+    """Whole pairs have a tail of so few rows; each row is in one tile, or in the tail of the last pair."""
     rows = np.concatenate([np.arange(900), [2**31 - 129, 2**31 - 128]]).astype(np.int32)
-    tiles = run(COUNTING, "counting", [rows], np.full(len(rows), -7, np.int32), [len(rows)], block=32)
-    assert tiles[0] == 0 and tiles[-1] == 2**24 - 1
-    last = rows[1:].astype(np.int64) - 128 * (tiles[1:].astype(np.int64) - 1)
-    assert last.min() == 1 and last.max() == 160
-    assert (last[tiles[1:] > 1] > TAIL_ROWS).all(), "or they would need no tile of their own"
+    found = run(COUNTING, "counting", [rows], np.full(4 * len(rows), -7, np.int32), [len(rows)], block=32)
+    tiles, *tails = found.reshape(4, -1).astype(np.int64)
+    left = rows - 128 * tiles
+    has_tail = left > 0
+    assert list(rows[has_tail]) == [*range(257, 289), *range(513, 545), *range(769, 801)]
+    assert (tiles[has_tail] % 2 == 0).all() and (left[~has_tail] > -128).all()
+    assert tiles[-1] == 2**24 - 1
+    for tail, wanted in zip(tails, (left, left, 0 * left), strict=True):
+        assert (tail == np.where(has_tail, wanted, 0)).all()
 
 
 def gradients(
@@ -54,7 +67,7 @@ def gradients(
 ) -> list[torch.Tensor]:
     """The result and all gradients of experts with so many rows each."""
     device, generator = ("cpu" if backend == "emulate" else "cuda"), torch.Generator().manual_seed(1)
-    experts, inner = len(counts), 136
+    experts, inner = len(counts), 200
     picks = torch.repeat_interleave(torch.arange(experts), torch.tensor(counts))
     picks = picks[torch.randperm(len(picks), generator=generator)].to(torch.int32)[:, None].to(device)
     shapes = ((len(picks), hidden), (len(picks), 1), (experts, 2 * inner, hidden), (experts, hidden, inner))
@@ -64,7 +77,7 @@ def gradients(
     stored = "bf16" if dtype is torch.bfloat16 else "fp16"
     made = layer.layer(1, dtype=stored, weights_dtype=stored).kernels
     tails = [symbol for symbol, kernel in made.items() if "kTail" in kernel.source]
-    assert tails == (list(KERNELS) if TAILS in passes else [])
+    assert tails == ([] if NONE in passes else list(KERNELS))
     y = layer(x, picks, weights, *matrices)
     cotangent = torch.randn(y.shape, generator=generator).to(dtype).to(device)
     return [y.detach(), *torch.autograd.grad(y, (x, weights, *matrices), cotangent)]
@@ -73,8 +86,8 @@ def gradients(
 @pytest.mark.parametrize(
     ("hidden", "counts", "dtype"),
     [
-        (512, (160, 1, 0, 33, 129, 289, 161), torch.bfloat16),
-        (328, (32, 128, 288, 0, 127, 300, 159), torch.float16),  # columns end within a tile, and within a box
+        (512, (288, 1, 0, 257, 160, 289, 33), torch.bfloat16),
+        (328, (32, 129, 272, 0, 300, 541, 159), torch.float16),  # columns end within a tile, and within a box
     ],
 )
 @pytest.mark.parametrize(
@@ -84,9 +97,59 @@ def test_the_same_bits(hidden: int, counts: tuple[int, ...], dtype: torch.dtype,
     if backend == "cuda" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("wgmma is Hopper's")
     common = "target=sm_90a tokens=many" if backend == "emulate" else "tokens=many"
-    found, wanted = (gradients(backend, f"specialize{{{common} {p}}}", hidden, counts, dtype) for p in (TAILS, ""))
+    found, wanted = (gradients(backend, f"specialize{{{common} {p}}}", hidden, counts, dtype) for p in ("", NONE))
     for made, one in zip(found, wanted, strict=True):
         assert torch.equal(made, one) and bool(one.abs().max() > 0)
+
+
+# In which header a statement is replaced, by nothing where no other is given.
+MISTAKES: dict[str, tuple[str, ...]] = {
+    "comes_at_once": ("wgmma_stages.cuh", "mbarrier_wait(vacated(), tails_++ % 2);"),
+    "left_too_early": ("staged.cuh", "stored_wait<0>();\n      then();", "then();"),
+    "counted_wrongly": ("wgmma_stages.cuh", "Shape::kStages * kTailBytes);", "kTailBytes);"),
+    "read_at_once": ("tile_wgmma.cuh", "mbarrier_wait(tail_there(), tails_++ % 2);"),
+    "of_another_tail": ("tile_wgmma.cuh", "tail_there(), tails_++ % 2", "tail_there(), 0"),
+    "released_early": ("tile_wgmma.cuh", "    wgmma_wait<1>(pending);\n#pragma unroll", "#pragma unroll"),
+    "not_released": ("tile_wgmma.cuh", "release(stages[n]);"),
+    "leaves_while_read": ("tile_wgmma.cuh", "sync_threads<kWorkers>(kGroups + 1);"),
+}
+
+
+@pytest.mark.emulate
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_shows(mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Three pairs of blocks: results are on their way when a tail comes, and one block has several.
+    counts = (256, 256, 256, 288, 257, 288, 272, 288, 260)
+    generator, experts, hidden = torch.Generator().manual_seed(1), len(counts), 256
+    inner = 264 + 8 * list(MISTAKES).index(mistake)  # other kernels for each: what has been made is not made again
+    picks = torch.repeat_interleave(torch.arange(experts), torch.tensor(counts)).to(torch.int32)[:, None]
+    shapes = ((len(picks), hidden), (len(picks), 1), (experts, 2 * inner, hidden), (experts, hidden, inner))
+    given = [(0.3 * torch.randn(*shape, generator=generator)).bfloat16() for shape in shapes]
+
+    def result(passes: str) -> torch.Tensor:
+        x, weights, *matrices = given
+        passes = f"specialize{{target=sm_90a tokens=many {passes}}}"
+        layer = mo.compile(mo.Experts(experts, hidden, inner), backend="emulate", passes=passes)
+        return layer(x, picks, weights, *matrices)
+
+    wanted = result(NONE)
+    assert torch.equal(result(""), wanted)
+    (helpers,) = nvrtc.helper_include_dirs()
+    shutil.copytree(helpers, tmp_path, dirs_exist_ok=True)
+    header, old, *new = MISTAKES[mistake]
+    text = (tmp_path / "moesaic" / header).read_text()
+    assert text.count(old) == 1
+    (tmp_path / "moesaic" / header).write_text(text.replace(old, new[0] if new else ";"))
+    monkeypatch.setattr(nvrtc, "helper_include_dirs", lambda: [tmp_path])
+
+    def is_wrong(order: int) -> bool:
+        monkeypatch.setattr(RUNNERS["emulate"], "order", order)
+        try:
+            return not torch.equal(result("points=experts_down_proj:tail=32"), wanted)
+        except EmulationError:
+            return True
+
+    assert any(is_wrong(order) for order in ORDERS)
 
 
 def program(passes: str = "") -> Program:
@@ -103,13 +166,15 @@ def kernels(passes: str) -> dict[str, GeneratedKernel]:
 
 @pytest.mark.nvrtc
 def test_they_stay_in_registers_and_in_flight() -> None:
-    made = kernels(f"specialize{{{TAILS}}}")
+    made = kernels("")
     for symbol in KERNELS:
         compiled = compiled_kernel(made[symbol], Target.parse("sm_90a"))
         assert not compiled.resources.uses_local_memory and "(C75" not in compiled.log, compiled.log
         products = re.findall(r"HGMMA\.64x(\d+)x16|WARPGROUP\.ARRIVE", disassemble(compiled.cubin))
-        groups = ["", *["256"] * 4, "", *["32", "32", "256"] * 4]
-        assert products == groups, "one group of products a stage, without a tail and with one"
+        stage, tails_stage = ["", *["256"] * 4], ["", *["32", "256"] * 4]
+        begins = [*stage, *stage, "", *["32"] * 8, *tails_stage]  # the tail's of the first two stages come late
+        groups = [*stage, *begins, *tails_stage]
+        assert products == groups, "one group of products a stage in either loop"
 
 
 def test_which_kernels_may_have_them() -> None:
@@ -122,7 +187,7 @@ def test_which_kernels_may_have_them() -> None:
     takes = {symbol for symbol, space in spaces.items() if any(p.get("tail") == str(TAIL_ROWS) for p in space.points())}
     assert takes == set(KERNELS)
     down = spaces[KERNELS[0]]
-    assert down.default["tail"] == "0"
+    assert down.default["tail"] == str(TAIL_ROWS)
     in_turn = {**down.default, "schedule": "pingpong", "rows": "64", "tail": str(TAIL_ROWS)}
     assert "two warpgroups share" in down.problem(in_turn)
     assert "shared memory" in down.problem({**down.default, "stages": "5", "tail": str(TAIL_ROWS)})
@@ -130,10 +195,11 @@ def test_which_kernels_may_have_them() -> None:
     gains = []
     for rows in (264, 300):
         load = Extents(16 * rows, 128 * rows, experts=128)
-        with_tails = estimated_us(down, {**down.default, "tail": str(TAIL_ROWS)}, load, H100)
-        gains.append(estimated_us(down, down.default, load, H100) / with_tails)
+        without = estimated_us(down, {**down.default, "tail": "0"}, load, H100)
+        gains.append(without / estimated_us(down, down.default, load, H100))
     assert gains[0] > 1.1 > gains[1]
-    assert "has 32 rows besides, or none" in down.problem({**down.default, "tail": "16"})
-    for wrong in ("experts_gate_up_proj:tail=32", "experts_down_proj:tail=16"):
-        with pytest.raises(UnsupportedError, match="a tile has 32 rows besides, found"):
-            kernels(f"specialize{{points={wrong}}}")
+    assert "have 32 rows besides, or none" in down.problem({**down.default, "tail": "16"})
+    wrong = {"experts_gate_up_proj:tail=32": "all there is", "experts_down_proj:tail=16": "tiles have 32 rows besides"}
+    for point, problem in wrong.items():
+        with pytest.raises(UnsupportedError, match=problem):
+            kernels(f"specialize{{points={point}}}")

@@ -124,7 +124,7 @@ FULL = "mbarrier_wait(full(stage_), parity_);"
 EMPTY = "mbarrier_wait(empty(stage_), parity_ ^ 1);"
 RELEASED = "if (read >= 0) release(read); read = stage_;"
 TURN = "mbarrier_wait(turn_of(own_group()), (tiles_ - 1) / 2 % 2 ^ (own_group() == 0 ? 1 : 0));"
-ANNOUNCED = "mbarrier_arrive_and_expect(full(stage_), bytes);"
+ANNOUNCED = "mbarrier_arrive_and_expect(full(stage_), bytes + (with_tail ? kTailBytes : 0));"
 
 # In which header a statement is replaced, by nothing where no other is given. Spaces stand for any.
 BARRIERS: dict[str, tuple[str, ...]] = {
@@ -141,15 +141,15 @@ BARRIERS: dict[str, tuple[str, ...]] = {
     "wgmma_empty": ("wgmma_stages.cuh", EMPTY),
     "wgmma_copies": ("wgmma_stages.cuh", COPIED),
     "wgmma_boxes": ("wgmma_stages.cuh", ANNOUNCED),
-    "wgmma_fewer_bytes": ("wgmma_stages.cuh", ANNOUNCED, ANNOUNCED.replace("bytes", "bytes - 128")),
-    "wgmma_wait": ("tile_wgmma.cuh", "wgmma_wait<1>(pending);"),
+    "wgmma_fewer_bytes": ("wgmma_stages.cuh", ANNOUNCED, ANNOUNCED.replace("bytes +", "bytes - 128 +")),
+    "wgmma_wait": ("tile_wgmma.cuh", "wgmma_wait<1>(pending); } if (read", "} if (read"),
     "wgmma_last": ("tile_wgmma.cuh", "wgmma_wait<0>(pending); for_all", "for_all"),
     "wgmma_released": ("tile_wgmma.cuh", RELEASED, "read = stage_;"),
     "wgmma_released_while_read": ("tile_wgmma.cuh", RELEASED, "release(stage_);"),
     "wgmma_released_last": (
         "tile_wgmma.cuh",
-        "for_tail(wgmma_pin); if (read >= 0) release(read);",
-        "for_tail(wgmma_pin);",
+        "if (read >= 0) release(read); if constexpr (kVector == 8)",
+        "if constexpr (kVector == 8)",
     ),
     "wgmma_released_by_some": ("wgmma_stages.cuh", "__syncwarp(); const int lane", "const int lane"),
     "wgmma_phase": ("wgmma_stages.cuh", "parity_ ^= 1;"),

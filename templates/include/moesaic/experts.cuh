@@ -85,10 +85,18 @@ __device__ __forceinline__ Item item_of(Number number, int rank, Number row_tile
   return {row_tiles - 1, smaller(column_tile, column_tiles - 1), false, column_tile >= column_tiles};
 }
 
-// How many tiles of kRows an expert has, of which the last one takes up to kTail rows besides.
+// How many tiles of kRows an expert has whose rows go in pairs of tiles: the odd last one's are the last pair's tail, where there is
+// one and they are kTail at most. Both blocks of the pair have them, and either half of their columns.
 template <int kRows, int kTail>
 __device__ __forceinline__ int tiles_with_tail(int rows) {
-  return rows <= kTail ? (rows > 0 ? 1 : 0) : (rows - kTail + kRows - 1) / kRows;
+  const int tiles = (rows + kRows - 1) / kRows;
+  return tiles % 2 == 1 && tiles > 1 && rows - (tiles - 1) * kRows <= kTail ? tiles - 1 : tiles;
+}
+
+// The rows of that tail, for a tile of any pair; else 0.
+template <int kRows>
+__device__ __forceinline__ int rows_of_tail(int rows, int row_tiles, int row_tile) {
+  return row_tile / 2 * 2 + 2 == row_tiles && rows > row_tiles * kRows ? rows - row_tiles * kRows : 0;
 }
 
 // An expert's rows in tiles of as many rows each, of kMost at most: an even number of tiles where there is more than one, for

@@ -81,7 +81,15 @@ class StagedBoxes {
   }
   // No thread ends while its boxes are read.
   __device__ __forceinline__ void finish() {
-    by_one_lane([] { stored_wait<0>(); });
+    finish([] {});
+  }
+  // The memory is free: the lane that knows calls `then`.
+  template <class Then>
+  __device__ __forceinline__ void finish(const Then& then) {
+    by_one_lane([&] {
+      stored_wait<0>();
+      then();
+    });
   }
 
  protected:

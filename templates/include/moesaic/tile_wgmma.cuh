@@ -19,7 +19,8 @@
 //   }
 //   tile.finish();                           // all threads
 //
-// With Shape::kTail, a tile that both have may have that many rows besides, `tile.tail`, where `rows` are more than kM.
+// With Shape::kTail, a pair of tiles that both have may have that many rows besides, `tile.tail`. Then `tile.vacate(staged)` comes
+// before the product, and gives them the memory from which results of the one before have left.
 //
 // What bounds it: per 64 x 256 x 16, 128 cycles of the tensor cores, 10 KiB are read from shared memory, 80 cycles. A tile
 // of 128 x 256 wants 48 KiB from the L2 cache each 1024 cycles, of a pair 32 KiB.
@@ -41,7 +42,8 @@ class WgmmaTile : public WgmmaStages<T, Shape, kLeft, kRight, kStagedBytes,
   using typename Stages::Left;
   using typename Stages::Right;
   using Stages::advance, Stages::full, Stages::kCopies, Stages::kStageBytes, Stages::own_group, Stages::parity_,
-      Stages::release, Stages::stage_, Stages::stages_, Stages::turn_of;
+      Stages::release, Stages::stage_, Stages::stages_, Stages::tail_of, Stages::tail_there, Stages::tails_,
+      Stages::turn_of;
 
  public:
   using Stages::kGroups, Stages::kPair, Stages::kShortFirst, Stages::kWorkers;
@@ -51,11 +53,12 @@ class WgmmaTile : public WgmmaStages<T, Shape, kLeft, kRight, kStagedBytes,
   static_assert(!kPingPong || kGroups == 2, "two warpgroups in turn");
   static_assert(kGroupRows % 64 == 0, "a warpgroup has blocks of 64 rows");
   static_assert(Shape::kN % 32 == 0, "four neighbouring lanes have 32 columns");
-  // Rows that the last tile of an expert has besides, where they are so few that they need no tile of their own: their products
-  // have operands swapped, and take what lies there of the right one. Each warpgroup has half of its columns.
+  // Rows that the last pair of an expert has besides, where they are so few that they need no tile of their own: their products
+  // have operands swapped, and take what lies there of the right one, a part of its columns in each warpgroup of both blocks.
   static constexpr int kTail = Shape::kTail;
-  static constexpr int kTailColumns = Shape::kN / kGroups;
+  static constexpr int kTailColumns = Shape::kN / kGroups / kPair;
   static constexpr int kTailBlocks = kTailColumns / 64;
+  static constexpr int kTailBegins = Shape::kStages - 1;  // with so many stages, the last of which comes while it does
   static_assert(kTail == 0 || (!kPingPong && Shape::kParts == 1 && kStagedBytes > 0 && kTailColumns % 64 == 0),
                 "a tail is that of a tile that both warpgroups share, of one part");
 
@@ -87,7 +90,7 @@ class WgmmaTile : public WgmmaStages<T, Shape, kLeft, kRight, kStagedBytes,
     return kVector * (4 * j + static_cast<int>(threadIdx.x) % 4);
   }
   // The warpgroup's first column of the tail.
-  static __device__ __forceinline__ int first_column() { return own_group() * kTailColumns; }
+  static __device__ __forceinline__ int first_column() { return (Stages::rank() * kGroups + own_group()) * kTailColumns; }
   // The warpgroup's first row.
   static __device__ __forceinline__ int first_row() { return kPingPong ? 0 : own_group() * kGroupRows; }
 
@@ -107,11 +110,14 @@ class WgmmaTile : public WgmmaStages<T, Shape, kLeft, kRight, kStagedBytes,
   // `rows` of the tile are there: warpgroups without any only take part in the waiting. The first product begins the sums,
   // where the compiler keeps products asynchronous even so: clearing sums takes 300 cycles. With kShortFirst, products of
   // zeros in the first stage are left out, where sums need not be cleared.
-  __device__ __forceinline__ void multiply(int depth, long long rows) {
-    if constexpr (kTail > 0) {
-      if (rows > Shape::kM) return multiply_rows<true>(depth, rows);
+  __device__ __forceinline__ void multiply(int depth, long long rows) { multiply_rows<false>(depth, rows); }
+  // The same of a tile that may have so many rows besides.
+  __device__ __forceinline__ void multiply(int depth, long long rows, int tail_rows) {
+    if (tail_rows > 0) {
+      multiply_rows<true>(depth, rows);
+    } else {
+      multiply_rows<false>(depth, rows);
     }
-    multiply_rows<false>(depth, rows);
   }
 
   // The sum over the tile's columns of `own`, a number for each own row; `store(row, total)` is called once a row.
@@ -143,8 +149,9 @@ class WgmmaTile : public WgmmaStages<T, Shape, kLeft, kRight, kStagedBytes,
       release(stage_);
       advance();
     }
+    if constexpr (kWithTail) read = begin_with_tail(pending, rows_there, columns_there);
 #pragma unroll 1
-    for (int first = short_steps; first < depth; first += Shape::kK) {
+    for (int first = kWithTail ? kTailBegins * Shape::kK : short_steps; first < depth; first += Shape::kK) {
       mbarrier_wait(full(stage_), parity_);
       if (!idle) {
         multiply_stage<Shape::kK / 16, kWithTail>(pending, rows_there, columns_there, !kClears && first == 0);
@@ -157,9 +164,42 @@ class WgmmaTile : public WgmmaStages<T, Shape, kLeft, kRight, kStagedBytes,
     if constexpr (kPingPong) arrive_once(turn_of(1 - own_group()));
     wgmma_wait<0>(pending);
     for_all(wgmma_pin);
-    if constexpr (kWithTail) for_tail(wgmma_pin);
+    if constexpr (kWithTail) {
+      for_tail(wgmma_pin);
+      sync_threads<kWorkers>(kGroups + 1);  // what leaves now comes to where either warpgroup has read rows
+    }
     if (read >= 0) release(read);
     if constexpr (kVector == 8) share_columns();
+  }
+
+  // The first kTailBegins stages. A tail's lines come late, for they wait until results have left: its products begin with the
+  // last of these stages, for all of them. Returns the stage that is still being read.
+  __device__ __forceinline__ int begin_with_tail(PendingProducts& pending, SharedMatrix rows, SharedMatrix columns) {
+    int stages[kTailBegins];
+#pragma unroll
+    for (int n = 0; n < kTailBegins; ++n) {
+      stages[n] = stage_;
+      mbarrier_wait(full(stage_), parity_);
+      if (n + 1 < kTailBegins) {
+        multiply_stage<Shape::kK / 16>(pending, rows, columns, /*begins=*/n == 0);
+        advance();
+      }
+    }
+    mbarrier_wait(tail_there(), tails_++ % 2);
+    for_tail(wgmma_pin);
+    wgmma_fence();
+#pragma unroll
+    for (int n = 0; n + 1 < kTailBegins; ++n) {
+#pragma unroll
+      for (int k = 0; k < Shape::kK / 16; ++k) multiply_tail(pending, stages[n], k, /*begins=*/n == 0 && k == 0);
+    }
+    wgmma_commit(pending);
+    multiply_stage<Shape::kK / 16, true>(pending, rows, columns, /*begins=*/false);
+    advance();
+    wgmma_wait<1>(pending);
+#pragma unroll
+    for (int n = 0; n + 1 < kTailBegins; ++n) release(stages[n]);
+    return stages[kTailBegins - 1];
   }
 
   template <class Function>
@@ -190,17 +230,17 @@ class WgmmaTile : public WgmmaStages<T, Shape, kLeft, kRight, kStagedBytes,
     const SharedMatrix columns_here = columns + stage_ * kStageBytes;
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
-      if constexpr (kWithTail) multiply_tail(pending, k, begins && k == 0);
+      if constexpr (kWithTail) multiply_tail(pending, stage_, k, begins && k == 0);
       multiply_blocks(pending, rows_here, columns_here, k, begins && k == 0, Blocks<kBlocks>());
     }
     wgmma_commit(pending);
   }
 
   // Block after block of 64 columns, which are the instruction's rows.
-  __device__ __forceinline__ void multiply_tail(PendingProducts& pending, int k, bool begins) {
-    const unsigned char* const stage = stages_ + stage_ * kStageBytes;
-    const SharedMatrix rows = Left::matrix(stage, Shape::kM) + k * Left::kStepBytes;
-    const SharedMatrix columns = Right::matrix(stage + Left::kBytes, first_column()) + k * Right::kStepBytes;
+  __device__ __forceinline__ void multiply_tail(PendingProducts& pending, int stage, int k, bool begins) {
+    const unsigned char* const there = stages_ + stage * kStageBytes + Left::kBytes;
+    const SharedMatrix rows = Left::matrix(tail_of(stage), 0) + k * Left::kStepBytes;
+    const SharedMatrix columns = Right::matrix(there, first_column()) + k * Right::kStepBytes;
 #pragma unroll
     for (int b = 0; b < kTailBlocks; ++b) {
       wgmma_columns<T, Shape::kRightAcross, Shape::kLeftAcross, kTail>(pending, tail[b], columns + b * 64 * kSwizzledLine,

@@ -12,6 +12,9 @@
 //            asks for half of it, for both. Otherwise each asks for all of its own
 //
 // Both blocks of a pair do the same number of steps, one after the other, whatever they find to do.
+//
+// A pair of tiles may have kTail rows besides, which come to both blocks. They have no room in a stage: they lie where results wait
+// to leave, of which there are none while products are under way. Whoever multiplies says when all have left (`vacate`).
 #pragma once
 
 #include "moesaic/cluster.cuh"
@@ -37,6 +40,10 @@ struct Boxes {
   static constexpr bool kOfRows = kOfRows_;
   const TensorMap& map;
   int matrix, first, step, apart;
+};
+// In place of the boxes of rows that a tile has besides.
+struct NoTail {
+  static constexpr int kBoxRows = 0;
 };
 
 // Whether an operand can end with any step: a matrix ends where it does.
@@ -235,8 +242,7 @@ class WgmmaStages {
   static constexpr int kWorkRegisters = smaller(240, (504 - kFetchRegisters) / kGroups / 8 * 8);
 
  protected:
-  using Left =
-      WgmmaOperand<T, Shape::kLeftAcross, Shape::kM + Shape::kTail, 1, Shape::kLeftAlign, kWorkers, kLeft, kPair>;
+  using Left = WgmmaOperand<T, Shape::kLeftAcross, Shape::kM, 1, Shape::kLeftAlign, kWorkers, kLeft, kPair>;
   using Right =
       WgmmaOperand<T, Shape::kRightAcross, Shape::kN, Shape::kParts, Shape::kRightAlign, kWorkers, kRight, kPair>;
   static constexpr bool kCopies = kLeft == Fetch::kLines || kRight == Fetch::kLines;
@@ -246,7 +252,11 @@ class WgmmaStages {
   static constexpr bool kAsks = kLeft != Fetch::kLines || kRight != Fetch::kLines;
   static_assert(kWorkers > 0 && kWorkers % 128 == 0, "whole warpgroups");
   static constexpr int kStageBytes = Left::kBytes + Right::kBytes;
-  static_assert(kStagedBytes % kSwizzledBlock == 0, "boxes stay aligned");
+  static constexpr int kTailBytes = Shape::kTail * kSwizzledLine;  // of a stage
+  static_assert(kStagedBytes % kSwizzledBlock == 0 && kTailBytes % kSwizzledBlock == 0, "boxes stay aligned");
+  static_assert(Shape::kStages * kTailBytes <= kGroups * kStagedBytes, "a tail has room where results leave");
+  static_assert(Shape::kTail == 0 || (kRight == Fetch::kShared && !Shape::kLeftAcross && kLeft == Fetch::kBoxes && kTurns == 0),
+                "a tail's rows come in boxes, to warpgroups that share a tile, of a pair below each other");
   static_assert(Left::kBytes % kSwizzledBlock == 0 && Right::kBytes % kSwizzledBlock == 0, "stages stay aligned");
 
  public:
@@ -264,6 +274,10 @@ class WgmmaStages {
         mbarrier_init(empty(stage), kOwners / 32 * kPair);
       }
       for (int turn = 0; turn < kTurns; ++turn) mbarrier_init(turn_of(turn), 4);
+      if (Shape::kTail > 0) {
+        mbarrier_init(vacated(), kGroups);
+        mbarrier_init(tail_there(), 1);
+      }
       mbarrier_ready();
     }
     sync();
@@ -284,10 +298,20 @@ class WgmmaStages {
     return stages_ + Shape::kStages * kStageBytes + own_group() * kStagedBytes;
   }
 
-  // Fetches the steps of a product; see tile.cuh for lines and extents.
-  template <class LeftRows, class RightRows>
+  // Of a tile that has a tail, by each warpgroup and before its product: the one lane of it that has results sent knows that they
+  // have left.
+  template <class Staged>
+  __device__ __forceinline__ void vacate(Staged& staged) {
+    staged.finish([this] { mbarrier_arrive_and_expect(vacated(), 0); });
+  }
+
+  // Fetches the steps of a product; see tile.cuh for lines and extents. `tail` are the boxes of so many rows besides, of
+  // kStages stages at least.
+  template <class LeftRows, class RightRows, class TailRows = NoTail>
   __device__ __forceinline__ void fetch(const LeftRows& left_rows, const RightRows& right_rows, int depth,
-                                        int left_extent, int right_extent, bool together) {
+                                        int left_extent, int right_extent, bool together, const TailRows& tail = {},
+                                        int tail_rows = 0) {
+    static_assert(TailRows::kBoxRows == Shape::kTail, "boxes of as many rows as a tail has");
     if (!kCopies && !asks()) return;
     // Where whole warps are here, one lane asks for boxes, of a warp which the compiler knows to be all there.
     const unsigned warp = kCopies ? own_warp() : 0;
@@ -307,9 +331,13 @@ class WgmmaStages {
       mbarrier_wait(empty(stage_), parity_ ^ 1);
       if (kAsks && (!kCopies || (warp == kWorkers / 32 && elect_lane()))) {
         const int bytes = Left::boxed_bytes(left_lines, left_extent) + Right::boxed_bytes(right_rows, right_extent);
-        mbarrier_arrive_and_expect(full(stage_), bytes);
+        const bool with_tail = tail_rows > 0 && first >= Shape::kStages * Shape::kK;
+        mbarrier_arrive_and_expect(full(stage_), bytes + (with_tail ? kTailBytes : 0));
         Left::fetch_boxes(stage, full(stage_), left_lines, first, end, left_extent, together);
         Right::fetch_boxes(stage + Left::kBytes, full(stage_), right_rows, first, end, right_extent, together);
+        if constexpr (Shape::kTail > 0) {
+          if (tail_rows > 0) fetch_tail(tail, first, tail_rows);
+        }
       }
       if constexpr (kCopies) {
         // What comes line by line in every stage comes last: no branch between its question and the arrival.
@@ -344,6 +372,32 @@ class WgmmaStages {
   }
   __device__ __forceinline__ Mbarrier* empty(int stage) const { return full(Shape::kStages + stage); }
   __device__ __forceinline__ Mbarrier* turn_of(int group) const { return full(2 * Shape::kStages + group); }
+  // Of a tail, where there are no turns: it may come; of its first kStages stages all has come.
+  __device__ __forceinline__ Mbarrier* vacated() const { return full(2 * Shape::kStages); }
+  __device__ __forceinline__ Mbarrier* tail_there() const { return full(2 * Shape::kStages + 1); }
+  // A tail's lines of a stage.
+  __device__ __forceinline__ unsigned char* tail_of(int stage) const {
+    return stages_ + Shape::kStages * kStageBytes + stage * kTailBytes;
+  }
+
+  // Asks for a tail's lines of the stage whose first step is `first`. Results of the tile before may still wait to leave from there
+  // when the first kStages of this one are asked for: their lines of a tail are asked for after the last of them, and
+  // counted by themselves.
+  template <class TailRows>
+  __device__ __forceinline__ void fetch_tail(const TailRows& tail, int first, int rows) {
+    constexpr int kLast = (Shape::kStages - 1) * Shape::kK;  // of these
+    if (first > kLast) return copy_rows(tail_of(stage_), tail.map, tail.step + first, tail.first, rows, full(stage_));
+    if (first < kLast) return;
+    mbarrier_wait(vacated(), tails_++ % 2);
+    mbarrier_arrive_and_expect(tail_there(), Shape::kStages * kTailBytes);
+    for (int n = 0; n < Shape::kStages; ++n) {
+      copy_rows(tail_of(stage_of(n + 1)), tail.map, tail.step + n * Shape::kK, tail.first, rows, tail_there());
+    }
+  }
+  // So many stages after this one.
+  __device__ __forceinline__ int stage_of(int further) const {
+    return stage_ + further < Shape::kStages ? stage_ + further : stage_ + further - Shape::kStages;
+  }
 
   static __device__ __forceinline__ int own_group() { return static_cast<int>(threadIdx.x) / 128; }
 
@@ -392,6 +446,7 @@ class WgmmaStages {
   unsigned char* stages_;
   int stage_ = 0;  // the next one
   unsigned parity_ = 0;
+  unsigned tails_ = 0;  // asked for, or multiplied
 };
 
 }  // namespace moesaic
