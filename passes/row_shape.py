@@ -63,14 +63,15 @@ _RESIDENT_LANES_OF_GRADIENT = 896  # of a loss: it reads a row for all tokens, a
 _BOUNDED_SLOTS = 18  # of a lane, at most: more do not fit these registers
 _RESIDENT_WITH_SUMS = 4  # blocks of 128 threads that sum: what a fourth hides is worth more
 _RESIDENT_WHERE_COMPACT = 8  # a kernel that only selects waits for what it loads: more warps hide more of that
-# The same for gradients of losses, by columns; others gain nothing by it, or spill. By what makes their scores, whether
-# they read picks in place of a second row, and whether they go back through other functions, too, such as a cap.
-_RESIDENT_WITH_LOSS: dict[tuple[type, bool, bool], dict[range, int]] = {
-    (row.Max, True, False): {range(64, 65): 8, range(256, 897): 5},
-    (row.Max, True, True): {range(256, 897): 4},
-    (row.Max, False, False): {range(256, 897): 4},
-    (math.Sigmoid, True, False): {range(64, 65): 7, range(128, 897): 5},
-    (math.Sigmoid, False, False): {range(128, 897): 4},
+# The same for gradients, by columns; others gain nothing by it, or spill. By whether it is a loss's, too, what makes
+# scores, whether it reads picks in place of a second row, and whether it goes back through others, such as a cap.
+_RESIDENT_OF_GRADIENT: dict[tuple[bool, type, bool, bool], dict[range, int]] = {
+    (False, row.Max, True, False): {range(256, 897): 5},
+    (True, row.Max, True, False): {range(64, 65): 8, range(256, 897): 5},
+    (True, row.Max, True, True): {range(256, 897): 4},
+    (True, row.Max, False, False): {range(256, 897): 4},
+    (True, math.Sigmoid, True, False): {range(64, 65): 7, range(128, 897): 5},
+    (True, math.Sigmoid, False, False): {range(128, 897): 4},
 }
 _SUMMED_SLOTS = 16  # from so many on, a lane of a warp keeps its sums in shared memory, if registers are scarce
 _LARGE_BLOCKS = range(256, 1024)  # columns of a dense row: fewer have registers to spare, more have not enough
@@ -400,24 +401,28 @@ class _Rule:
         return self.dense and len(self.rows) == 1 and not self.wide
 
     @property
-    def _is_gradient_of_loss(self) -> bool:
-        """Whether a gradient of rows, 16-bit like all that it reads, is also that of a loss: it computes enough for the
-        next rows to come meanwhile."""
-        gradient = self.dense and not self.block and not self.selections
-        of_loss = any(x.kind == "vector" for x in self._of_arguments)
-        return gradient and of_loss and all(a.type.dtype.bytes == 2 for a in self.rows)
+    def _is_gradient(self) -> bool:
+        """Whether it is a gradient of rows, 16-bit like all that it reads."""
+        rows = self.dense and not self.block and not self.selections
+        return rows and all(a.type.dtype.bytes == 2 for a in self.rows)
 
     @property
-    def _resident_with_loss(self) -> int:
-        """Blocks a multiprocessor for a gradient of a loss, where it stays in registers: without dead slots, and sums
-        over tokens of its own. Others spill up to 400 bytes, and take 15 % longer."""
+    def _is_gradient_of_loss(self) -> bool:
+        """Whether it is that of a loss, too: it computes enough for the next rows to come meanwhile."""
+        return self._is_gradient and any(x.kind == "vector" for x in self._of_arguments)
+
+    @property
+    def _resident_of_gradient(self) -> int:
+        """Blocks a multiprocessor for a gradient, where it stays in registers: without dead slots, and sums over tokens
+        of its own. Others spill up to 400 bytes, and take 15 % longer."""
         functions = {
             type(o) for o in self.region.ops if isinstance(o, math.Unary) and self.layouts[o.y].kind == "experts"
         }
         score = row.Max if any(isinstance(o, row.Max) for o in self.region.ops) else math.Sigmoid
         if (score is math.Sigmoid and score not in functions) or self.sums or self.experts % (self.lanes * self.vec):
             return 1
-        bounds = _RESIDENT_WITH_LOSS.get((score, len(self.rows) == 1, bool(functions - {score})), {})
+        key = (self._is_gradient_of_loss, score, len(self.rows) == 1, bool(functions - {score}))
+        bounds = _RESIDENT_OF_GRADIENT.get(key, {})
         return next((blocks for columns, blocks in bounds.items() if self.experts in columns), 1)
 
     def _resident(self, threads: int, select: dict[str, str], in_shared: bool) -> int:
@@ -438,8 +443,8 @@ class _Rule:
             return max(1, _RESIDENT_WITH_SUMS * _USUAL_THREADS // threads)
         if self.few or not (threads == _USUAL_THREADS or self._is_large):
             return 1
-        if self._is_gradient_of_loss and self._resident_with_loss > 1:
-            return self._resident_with_loss
+        if self._is_gradient and self._resident_of_gradient > 1:
+            return self._resident_of_gradient
         if way == "merge" and not (self.wide or self.dense or self.limits or self.sums) and self.vec > 1:
             return max(1, _RESIDENT_WHERE_COMPACT * _USUAL_THREADS // threads)
         if self.grouped and self.experts <= _GROUPED_EXPERTS and not self.sums:
