@@ -69,7 +69,8 @@ class _Emitter:
             raise UnsupportedError(f"{op.symbol}: results have no room to leave a tile with swapped operands by")
         if self.shape.tail:
             problem = why_no_tail(self.region, self.shape)
-            if not problem and (self.shape.tail != TAIL_ROWS or self.fetched[0] is Fetch.LINES or self.staging is None):
+            boxed = Fetch.LINES not in self.fetched and self.staging is not None
+            if not problem and not (boxed and self.shape.tail == TAIL_ROWS):
                 problem = f"tiles have {TAIL_ROWS} rows besides, which come and leave in boxes, found {self.shape.tail}"
             if problem:
                 raise UnsupportedError(f"{op.symbol}: {problem}; leave tail to the rule")

@@ -254,7 +254,10 @@ def _power_of_two(number: int) -> int:
 
 
 def product_shape(region: Block, *, tile: str = "", hopper: bool = False, allow_tf32: bool = False) -> ProductShape:
-    """The tile of a ``kernel.product`` or ``kernel.wgrad``; see `ProductShape.of`. It has a tail where it can."""
+    """The tile of a ``kernel.product`` or ``kernel.wgrad``; see `ProductShape.of`. It has a tail where it can.
+
+    `hopper` is whether there is wgmma, and operands come in boxes.
+    """
     for op in region.ops:
         if isinstance(op, slot.Product):
             outer = op.sizes()[1]
@@ -262,18 +265,20 @@ def product_shape(region: Block, *, tile: str = "", hopper: bool = False, allow_
             in_turn = any(o.interleaved for o in region.ops if isinstance(o, slot.Split | slot.Join))
             parts = 2 if outer != columns and not in_turn else 1
             experts = op.weight.type.shape[0] if isinstance(op, slot.GroupedLinear) else 1
+            boxes = hopper and isinstance(experts, int) and experts <= _MOST_EXPERTS
             shape = ProductShape.of(
                 op.x.type.dtype,
                 parts,
                 outer // parts,
                 tile=tile,
-                hopper=hopper and isinstance(experts, int) and experts <= _MOST_EXPERTS,
+                hopper=boxes,
                 allow_tf32=allow_tf32,
                 reads=reads_columns(region, columns),
                 swaps=swaps_operands(region, columns),
                 alone=isinstance(op, slot.Linear),
             )
-            return shape if why_no_tail(region, shape) else replace(shape, tail=TAIL_ROWS)
+            has_tail = boxes and not why_no_tail(region, shape)
+            return replace(shape, tail=TAIL_ROWS) if has_tail else shape
         if isinstance(op, slot.Outer):
             width = op.sizes()[1]
             matrices = op.result.type.shape[0] if isinstance(op, slot.GroupedWgrad) else 1

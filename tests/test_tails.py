@@ -67,9 +67,9 @@ def test_tiles_of_an_expert(run: Run) -> None:
 
 
 def gradients(
-    backend: str, passes: str, hidden: int, counts: tuple[int, ...], dtype: torch.dtype
+    backend: str, passes: str, hidden: int, counts: tuple[int, ...], dtype: torch.dtype, times: int = 1
 ) -> list[torch.Tensor]:
-    """The result and all gradients of experts with so many rows each."""
+    """The result and all gradients of experts with so many rows each, the same so many times."""
     device, generator = ("cpu" if backend == "emulate" else "cuda"), torch.Generator().manual_seed(1)
     experts, inner = len(counts), 200
     picks = torch.repeat_interleave(torch.arange(experts), torch.tensor(counts))
@@ -83,9 +83,16 @@ def gradients(
     tails = [symbol for symbol, kernel in made.items() if "kTail" in kernel.source]
     assert tails == ([] if NONE in passes else list(KERNELS))
     assert all(("kBand" in made[symbol].source) == (hidden == IN_BANDS) for symbol in KERNELS)
-    y = layer(x, picks, weights, *matrices)
-    cotangent = torch.randn(y.shape, generator=generator).to(dtype).to(device)
-    return [y.detach(), *torch.autograd.grad(y, (x, weights, *matrices), cotangent)]
+    cotangent = torch.randn(x.shape, generator=generator).to(dtype).to(device)
+
+    def once() -> list[torch.Tensor]:
+        y = layer(x, picks, weights, *matrices)
+        return [y.detach(), *torch.autograd.grad(y, (x, weights, *matrices), cotangent)]
+
+    found = once()
+    for _ in range(times - 1):
+        assert all(torch.equal(again, one) for again, one in zip(once(), found, strict=True))
+    return found
 
 
 @pytest.mark.parametrize(
@@ -110,6 +117,15 @@ def test_the_same_bits(
     found, wanted = (gradients(backend, f"specialize{{{common} {p}}}", hidden, counts, dtype) for p in ("", NONE))
     for made, one in zip(found, wanted, strict=True):
         assert torch.equal(made, one) and bool(one.abs().max() > 0)
+
+
+@pytest.mark.gpu
+def test_the_same_bits_200_times() -> None:
+    """Many pairs of blocks, each with several tiles, of which half have a tail."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("wgmma is Hopper's")
+    counts = tuple(257 + 5 * e % 64 for e in range(64))  # up to 288 and beyond
+    gradients("cuda", "specialize{tokens=many}", 2048, counts, torch.bfloat16, times=200)
 
 
 # In which header a statement is replaced, by nothing where no other is given.
@@ -213,3 +229,30 @@ def test_which_kernels_may_have_them() -> None:
     for point, problem in wrong.items():
         with pytest.raises(UnsupportedError, match=problem):
             kernels(f"specialize{{points={point}}}")
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize(
+    ("experts", "inner", "alignment", "tails"),
+    [
+        (4, 256, (), KERNELS),
+        (4, 204, (), KERNELS[1:]),
+        (4, 256, (4,) * 6, ()),
+        (4, 192, (), KERNELS[1:]),
+        (5000, 256, (), ()),
+    ],
+    ids=["whole", "rows", "addresses", "short", "many"],
+)
+def test_what_comes_in_no_boxes_has_none(
+    experts: int, inner: int, alignment: tuple[int, ...], tails: tuple[str, ...]
+) -> None:
+    """Tiles by wgmma are asked for: lines that are no whole chunks come one by one, and long tables leave no room."""
+    declared = mo.Experts(experts, 256, inner, dtype="bf16").module(DType.BF16, 2, DType.I32, DType.BF16)
+    asked = program_of(declared, "specialize{tile=cooperative}")
+    given = (("training", ()), ("backward", asked.float_results))
+    executables = [asked.executable(kind, "sm_90a", alignment, cotangents) for kind, cotangents in given]
+    made = {kernel.symbol: kernel for executable in executables for kernel in executable.kernels}
+    assert {symbol for symbol, kernel in made.items() if "kTail" in kernel.source} == set(tails)
+    for symbol in KERNELS:
+        assert "WgmmaTile" in made[symbol].source
+        compiled_kernel(made[symbol], Target.parse("sm_90a"))

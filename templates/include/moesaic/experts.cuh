@@ -85,8 +85,8 @@ __device__ __forceinline__ Item item_of(Number number, int rank, Number row_tile
   return {row_tiles - 1, smaller(column_tile, column_tiles - 1), false, column_tile >= column_tiles};
 }
 
-// How many tiles of kRows an expert has whose rows go in pairs of tiles: the odd last one's are the last pair's tail, where there is
-// one and they are kTail at most. Both blocks of the pair have them, and either half of their columns.
+// How many tiles of kRows an expert has whose rows go in pairs of tiles: the odd last one's are the last pair's tail, where
+// there is one and they are kTail at most. Both blocks of the pair have them, and either half of their columns.
 template <int kRows, int kTail>
 __device__ __forceinline__ int tiles_with_tail(int rows) {
   const int tiles = (rows + kRows - 1) / kRows;

@@ -19,8 +19,8 @@
 //   }
 //   tile.finish();                           // all threads
 //
-// With Shape::kTail, a pair of tiles that both have may have that many rows besides, `tile.tail`. Then `tile.vacate(staged)` comes
-// before the product, and gives them the memory from which results of the one before have left.
+// With Shape::kTail, a pair of tiles that both have may have that many rows besides, `tile.tail`. Then `tile.vacate(staged)`
+// comes before the product, and gives them the memory from which results of the one before have left.
 //
 // What bounds it: per 64 x 256 x 16, 128 cycles of the tensor cores, 10 KiB are read from shared memory, 80 cycles. A tile
 // of 128 x 256 wants 48 KiB from the L2 cache each 1024 cycles, of a pair 32 KiB.
@@ -53,8 +53,9 @@ class WgmmaTile : public WgmmaStages<T, Shape, kLeft, kRight, kStagedBytes,
   static_assert(!kPingPong || kGroups == 2, "two warpgroups in turn");
   static_assert(kGroupRows % 64 == 0, "a warpgroup has blocks of 64 rows");
   static_assert(Shape::kN % 32 == 0, "four neighbouring lanes have 32 columns");
-  // Rows that the last pair of an expert has besides, where they are so few that they need no tile of their own: their products
-  // have operands swapped, and take what lies there of the right one, a part of its columns in each warpgroup of both blocks.
+  // Rows that the last pair of an expert has besides, where they are so few that they need no tile of their own: their
+  // products have operands swapped, and take what lies there of the right one, a part of its columns in each warpgroup of
+  // both blocks.
   static constexpr int kTail = Shape::kTail;
   static constexpr int kTailColumns = Shape::kN / kGroups / kPair;
   static constexpr int kTailBlocks = kTailColumns / 64;
@@ -172,8 +173,8 @@ class WgmmaTile : public WgmmaStages<T, Shape, kLeft, kRight, kStagedBytes,
     if constexpr (kVector == 8) share_columns();
   }
 
-  // The first kTailBegins stages. A tail's lines come late, for they wait until results have left: its products begin with the
-  // last of these stages, for all of them. Returns the stage that is still being read.
+  // The first kTailBegins stages. A tail's lines come late, for they wait until results have left: its products begin with
+  // the last of these stages, for all of them. Returns the stage that is still being read.
   __device__ __forceinline__ int begin_with_tail(PendingProducts& pending, SharedMatrix rows, SharedMatrix columns) {
     int stages[kTailBegins];
 #pragma unroll

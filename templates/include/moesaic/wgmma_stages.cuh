@@ -13,8 +13,9 @@
 //
 // Both blocks of a pair do the same number of steps, one after the other, whatever they find to do.
 //
-// A pair of tiles may have kTail rows besides, which come to both blocks. They have no room in a stage: they lie where results wait
-// to leave, of which there are none while products are under way. Whoever multiplies says when all have left (`vacate`).
+// A pair of tiles may have kTail rows besides, which come to both blocks. They have no room in a stage: they lie where
+// results wait to leave, of which there are none while products are under way. Who multiplies says when all have left
+// (`vacate`).
 #pragma once
 
 #include "moesaic/cluster.cuh"
@@ -255,7 +256,8 @@ class WgmmaStages {
   static constexpr int kTailBytes = Shape::kTail * kSwizzledLine;  // of a stage
   static_assert(kStagedBytes % kSwizzledBlock == 0 && kTailBytes % kSwizzledBlock == 0, "boxes stay aligned");
   static_assert(Shape::kStages * kTailBytes <= kGroups * kStagedBytes, "a tail has room where results leave");
-  static_assert(Shape::kTail == 0 || (kRight == Fetch::kShared && !Shape::kLeftAcross && kLeft == Fetch::kBoxes && kTurns == 0),
+  static_assert(Shape::kTail == 0 ||
+                    (kRight == Fetch::kShared && !Shape::kLeftAcross && kLeft == Fetch::kBoxes && kTurns == 0),
                 "a tail's rows come in boxes, to warpgroups that share a tile, of a pair below each other");
   static_assert(Left::kBytes % kSwizzledBlock == 0 && Right::kBytes % kSwizzledBlock == 0, "stages stay aligned");
 
@@ -298,8 +300,8 @@ class WgmmaStages {
     return stages_ + Shape::kStages * kStageBytes + own_group() * kStagedBytes;
   }
 
-  // Of a tile that has a tail, by each warpgroup and before its product: the one lane of it that has results sent knows that they
-  // have left.
+  // Of a tile that has a tail, by each warpgroup and before its product: the one lane of it that has results sent knows
+  // that they have left.
   template <class Staged>
   __device__ __forceinline__ void vacate(Staged& staged) {
     staged.finish([this] { mbarrier_arrive_and_expect(vacated(), 0); });
@@ -380,9 +382,9 @@ class WgmmaStages {
     return stages_ + Shape::kStages * kStageBytes + stage * kTailBytes;
   }
 
-  // Asks for a tail's lines of the stage whose first step is `first`. Results of the tile before may still wait to leave from there
-  // when the first kStages of this one are asked for: their lines of a tail are asked for after the last of them, and
-  // counted by themselves.
+  // Asks for a tail's lines of the stage whose first step is `first`. Results of the tile before may still wait to leave
+  // from there when the first kStages of this one are asked for: their lines of a tail are asked for after the last of
+  // them, when the tile's first stage is the next one again, and counted by themselves.
   template <class TailRows>
   __device__ __forceinline__ void fetch_tail(const TailRows& tail, int first, int rows) {
     constexpr int kLast = (Shape::kStages - 1) * Shape::kK;  // of these
