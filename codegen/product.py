@@ -23,6 +23,8 @@ from moesaic.ir.ops.kernel import SUM_COLUMNS, narrow_columns
 from moesaic.ir.ops.launch import Kernel
 from moesaic.passes.product_shape import TAIL_ROWS, Lines, ProductShape, pairs_of_band, why_no_tail
 
+_TAIL = "rows that an expert's last pair of tiles has besides, at most"
+
 
 def generate(op: Kernel) -> GeneratedKernel:
     """CUDA of one product.
@@ -146,17 +148,13 @@ class _Emitter:
             Line("kDepth", str(self.depth), why="elements of a row that are multiplied"),
             Line("kColumns", str(self.columns), why="of each half" if self.halves else ""),
             Line("kTileRows", str(self.shape.rows)),
-            *self._tail_constants(),
+            *([Line("kTail", str(self.shape.tail), why=_TAIL)] if self.shape.tail else []),
             Line("kTileColumns", str(self._tile_columns)),
             Line("kColumnTiles", "(kColumns + kTileColumns - 1) / kTileColumns"),
         ]
         if self.shape.fetches and self._band > 1:
             lines.append(Line("kBand", str(self._band), why="pairs of row tiles that take columns together"))
         return lines
-
-    def _tail_constants(self) -> list[Line]:
-        why = "rows that an expert's last pair of tiles has besides, at most"
-        return [Line("kTail", str(self.shape.tail), why=why)] if self.shape.tail else []
 
     @property
     def _band(self) -> int:

@@ -202,7 +202,8 @@ class ProductShape:
 
     @property
     def tail_bytes(self) -> int:
-        """Of shared memory that results leave by, at least: a tail's rows of all stages are there meanwhile."""
+        """Of shared memory that results leave by, at least: a tail's rows of all stages are there meanwhile. A power of
+        two, as what leaves has."""
         return _power_of_two(self.stages * self.depth * 2 * self.tail) if self.tail else 0
 
     def _floats(self, size: int, rows: int, lines: Lines) -> int:

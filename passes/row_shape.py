@@ -414,7 +414,9 @@ class _Rule:
     @property
     def _resident_of_gradient(self) -> int:
         """Blocks a multiprocessor for a gradient, where it stays in registers: without dead slots, and sums over tokens
-        of its own. Others spill up to 400 bytes, and take 15 % longer."""
+        of its own. Others spill up to 400 bytes, and take 15 % longer. 1 for what is none."""
+        if not self._is_gradient:
+            return 1
         functions = {
             type(o) for o in self.region.ops if isinstance(o, math.Unary) and self.layouts[o.y].kind == "experts"
         }
@@ -443,8 +445,8 @@ class _Rule:
             return max(1, _RESIDENT_WITH_SUMS * _USUAL_THREADS // threads)
         if self.few or not (threads == _USUAL_THREADS or self._is_large):
             return 1
-        if self._is_gradient and self._resident_of_gradient > 1:
-            return self._resident_of_gradient
+        if (blocks := self._resident_of_gradient) > 1:
+            return blocks
         if way == "merge" and not (self.wide or self.dense or self.limits or self.sums) and self.vec > 1:
             return max(1, _RESIDENT_WHERE_COMPACT * _USUAL_THREADS // threads)
         if self.grouped and self.experts <= _GROUPED_EXPERTS and not self.sums:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import shutil
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -124,6 +125,27 @@ everywhere = pytest.mark.parametrize(
         pytest.param(run_on_gpu, marks=pytest.mark.gpu, id="gpu"),
     ],
 )
+
+
+def skip_without_wgmma() -> None:
+    """Skips a test on a GPU that is none of Hopper's."""
+    import torch
+
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("wgmma is Hopper's")
+
+
+def changed_headers(folder: Path, header: str, old: str, new: str = ";") -> Path:
+    """A copy of the helpers in `folder`, in whose `header` the one statement `old`, with spaces that stand for any, is
+    `new`; an empty one if nothing is said."""
+    (helpers,) = nvrtc.helper_include_dirs()
+    shutil.copytree(helpers, folder, dirs_exist_ok=True)
+    path = folder / "moesaic" / header
+    pattern = r"\s+".join(map(re.escape, re.split(r"\s+", old)))
+    text, count = re.subn(pattern, lambda _: new, path.read_text())
+    assert count == 1
+    path.write_text(text)
+    return folder
 
 
 def tf32_bits(x: np.ndarray) -> np.ndarray:

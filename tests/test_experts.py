@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from device_kernels import skip_without_wgmma
 from expert_calls import KINDS, TOP_K, Tensors, check, cotangent_for, exact, ids, run, tensors_for
 from routing import COMPILED, device_of, sweep
 from waiting import waits
@@ -234,8 +235,8 @@ HOPPER_TILES: list[tuple[str, dict[str, Any], set[tuple[int, int]]]] = [
     ],
 )
 def test_tiles_of_hopper(tile: str, kind: dict[str, Any], shapes: set[tuple[int, int]], backend: str) -> None:
-    if backend == "cuda" and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("wgmma is Hopper's")
+    if backend == "cuda":
+        skip_without_wgmma()
     experts = mo.Experts(**kind)
     hidden = kind["hidden"]
     tokens = 11 if tile else 90  # of an expert's rows, more than a box has
@@ -300,8 +301,7 @@ def test_weights_of_few_picks_keep_no_product_from_hopper(weight_on: str, top_k:
 @pytest.mark.gpu
 def test_tiles_of_hopper_give_the_same_bits() -> None:
     """Tiles together or in turn, narrow or wide, operands swapped: every sum is in one order."""
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("wgmma is Hopper's")
+    skip_without_wgmma()
     experts = mo.Experts(3, 256, 320)
     given, cotangent = tensors_for(experts, 700, 2, torch.bfloat16), cotangent_for(700, 256, torch.bfloat16)
     pingpong, *others = (

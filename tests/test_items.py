@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
-from device_kernels import Run, emulate, everywhere, run_on_gpu
+from device_kernels import Run, changed_headers, emulate, everywhere, run_on_gpu
 
 import moesaic as mo
-from moesaic.codegen import nvrtc
 from moesaic.codegen.target import Target
 from moesaic.ir.errors import EmulationError
 from moesaic.ir.ops.launch import Alloc, Kernel
@@ -179,12 +177,7 @@ ANNOUNCED = "if constexpr (kPair == 2) mbarrier_arrive_and_expect(told, sizeof(Q
     ("wait", "pair"), [*((wait, 1) for wait in WAITS), *((wait, 2) for wait in (*WAITS, ANNOUNCED))]
 )
 def test_a_missing_wait_shows(wait: str, pair: int, tmp_path: Path) -> None:
-    (helpers,) = nvrtc.helper_include_dirs()
-    shutil.copytree(helpers, tmp_path, dirs_exist_ok=True)
-    header = tmp_path / "moesaic" / "items.cuh"
-    text = header.read_text()
-    assert text.count(wait) == 1
-    header.write_text(text.replace(wait, ""))
+    changed_headers(tmp_path, "items.cuh", wait)
 
     def is_wrong(order: int) -> bool:
         try:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from device_kernels import Map, emulate, run_on_gpu, stored
+from device_kernels import Map, changed_headers, emulate, run_on_gpu, stored
 
 import moesaic as mo
-from moesaic.codegen import nvrtc
 from moesaic.ir.errors import EmulationError
 from moesaic.runtime.emulator import FORWARD, REVERSE
 
@@ -140,12 +138,7 @@ WAITS = (
 @pytest.mark.emulate
 @pytest.mark.parametrize("wait", WAITS)
 def test_a_missing_wait_shows(wait: str, tmp_path: Path) -> None:
-    (helpers,) = nvrtc.helper_include_dirs()
-    shutil.copytree(helpers, tmp_path, dirs_exist_ok=True)
-    header = tmp_path / "moesaic" / "staged.cuh"
-    text = header.read_text()
-    assert text.count(wait) == 1
-    header.write_text(text.replace(wait, ""))
+    changed_headers(tmp_path, "staged.cuh", wait)
 
     def is_wrong(order: int, **options: object) -> bool:
         try:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from device_kernels import ORDERS, Run, everywhere
+from device_kernels import ORDERS, Run, changed_headers, everywhere, skip_without_wgmma
 
 import moesaic as mo
 from moesaic.codegen import nvrtc
@@ -66,33 +66,44 @@ def test_tiles_of_an_expert(run: Run) -> None:
         assert (tail == np.where(has_tail, wanted, 0)).all()
 
 
+def drawn(counts: Sequence[int], hidden: int, inner: int, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
+    """x, one pick and a weight for each row of it, in any order, and the matrices of experts with so many rows each."""
+    generator = torch.Generator().manual_seed(1)
+    picks = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    picks = picks[torch.randperm(len(picks), generator=generator)].to(torch.int32)[:, None]
+    shapes = ((len(picks), hidden), (len(picks), 1), (len(counts), 2 * inner, hidden), (len(counts), hidden, inner))
+    x, *others = ((0.3 * torch.randn(*shape, generator=generator)).to(dtype).to(device) for shape in shapes)
+    return [x, picks.to(device), *others]
+
+
 def gradients(
-    backend: str, passes: str, hidden: int, counts: tuple[int, ...], dtype: torch.dtype, times: int = 1
+    backend: str, passes: str, hidden: int, counts: Sequence[int], dtype: torch.dtype, times: int = 1
 ) -> list[torch.Tensor]:
     """The result and all gradients of experts with so many rows each, the same so many times."""
-    device, generator = ("cpu" if backend == "emulate" else "cuda"), torch.Generator().manual_seed(1)
-    experts, inner = len(counts), 200
-    picks = torch.repeat_interleave(torch.arange(experts), torch.tensor(counts))
-    picks = picks[torch.randperm(len(picks), generator=generator)].to(torch.int32)[:, None].to(device)
-    shapes = ((len(picks), hidden), (len(picks), 1), (experts, 2 * inner, hidden), (experts, hidden, inner))
-    drawn = [0.3 * torch.randn(*shape, generator=generator) for shape in shapes]
-    x, weights, *matrices = (t.to(dtype).to(device).requires_grad_() for t in drawn)
+    experts, inner, device = len(counts), 200, "cpu" if backend == "emulate" else "cuda"
+    x, picks, *others = drawn(counts, hidden, inner, dtype, device)
+    sent = [t.requires_grad_() for t in (x, *others)]
     layer = mo.compile(mo.Experts(experts, hidden, inner), backend=backend, passes=passes)
     stored = "bf16" if dtype is torch.bfloat16 else "fp16"
     made = layer.layer(1, dtype=stored, weights_dtype=stored).kernels
     tails = [symbol for symbol, kernel in made.items() if "kTail" in kernel.source]
     assert tails == ([] if NONE in passes else list(KERNELS))
     assert all(("kBand" in made[symbol].source) == (hidden == IN_BANDS) for symbol in KERNELS)
-    cotangent = torch.randn(x.shape, generator=generator).to(dtype).to(device)
+    cotangent = torch.randn(x.shape, generator=torch.Generator().manual_seed(2)).to(dtype).to(device)
 
     def once() -> list[torch.Tensor]:
-        y = layer(x, picks, weights, *matrices)
-        return [y.detach(), *torch.autograd.grad(y, (x, weights, *matrices), cotangent)]
+        y = layer(x, picks, *others)
+        return [y.detach(), *torch.autograd.grad(y, sent, cotangent)]
 
     found = once()
     for _ in range(times - 1):
         assert all(torch.equal(again, one) for again, one in zip(once(), found, strict=True))
     return found
+
+
+def assert_the_same(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+    for made, one in zip(found, wanted, strict=True):
+        assert torch.equal(made, one) and bool(one.abs().max() > 0)
 
 
 @pytest.mark.parametrize(
@@ -111,21 +122,20 @@ def test_the_same_bits(
 ) -> None:
     if hidden == IN_BANDS:  # as if weights were large ones
         monkeypatch.setattr(product_shape, "_LARGE_WEIGHT", 0)
-    if backend == "cuda" and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("wgmma is Hopper's")
+    if backend == "cuda":
+        skip_without_wgmma()
     common = "target=sm_90a tokens=many" if backend == "emulate" else "tokens=many"
     found, wanted = (gradients(backend, f"specialize{{{common} {p}}}", hidden, counts, dtype) for p in ("", NONE))
-    for made, one in zip(found, wanted, strict=True):
-        assert torch.equal(made, one) and bool(one.abs().max() > 0)
+    assert_the_same(found, wanted)
 
 
 @pytest.mark.gpu
 def test_the_same_bits_200_times() -> None:
-    """Many pairs of blocks, each with several tiles, of which half have a tail."""
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("wgmma is Hopper's")
+    """Many pairs of blocks, each with several tiles, of which half have a tail; and those of kernels without."""
+    skip_without_wgmma()
     counts = tuple(257 + 5 * e % 64 for e in range(64))  # up to 288 and beyond
-    gradients("cuda", "specialize{tokens=many}", 2048, counts, torch.bfloat16, times=200)
+    found = gradients("cuda", "specialize{tokens=many}", 2048, counts, torch.bfloat16, times=200)
+    assert_the_same(found, gradients("cuda", f"specialize{{tokens=many {NONE}}}", 2048, counts, torch.bfloat16))
 
 
 # In which header a statement is replaced, by nothing where no other is given.
@@ -135,7 +145,7 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     "counted_wrongly": ("wgmma_stages.cuh", "Shape::kStages * kTailBytes);", "kTailBytes);"),
     "read_at_once": ("tile_wgmma.cuh", "mbarrier_wait(tail_there(), tails_++ % 2);"),
     "of_another_tail": ("tile_wgmma.cuh", "tail_there(), tails_++ % 2", "tail_there(), 0"),
-    "released_early": ("tile_wgmma.cuh", "    wgmma_wait<1>(pending);\n#pragma unroll", "#pragma unroll"),
+    "released_early": ("tile_wgmma.cuh", "    wgmma_wait<1>(pending);\n#pragma unroll", "\n#pragma unroll"),
     "not_released": ("tile_wgmma.cuh", "release(stages[n]);"),
     "leaves_while_read": ("tile_wgmma.cuh", "sync_threads<kWorkers>(kGroups + 1);"),
 }
@@ -146,27 +156,17 @@ MISTAKES: dict[str, tuple[str, ...]] = {
 def test_a_mistake_shows(mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Three pairs of blocks: results are on their way when a tail comes, and one block has several.
     counts = (256, 256, 256, 288, 257, 288, 272, 288, 260)
-    generator, experts, hidden = torch.Generator().manual_seed(1), len(counts), 256
     inner = 264 + 8 * list(MISTAKES).index(mistake)  # other kernels for each: what has been made is not made again
-    picks = torch.repeat_interleave(torch.arange(experts), torch.tensor(counts)).to(torch.int32)[:, None]
-    shapes = ((len(picks), hidden), (len(picks), 1), (experts, 2 * inner, hidden), (experts, hidden, inner))
-    given = [(0.3 * torch.randn(*shape, generator=generator)).bfloat16() for shape in shapes]
+    given = drawn(counts, 256, inner, torch.bfloat16, "cpu")
 
     def result(passes: str) -> torch.Tensor:
-        x, weights, *matrices = given
         passes = f"specialize{{target=sm_90a tokens=many {passes}}}"
-        layer = mo.compile(mo.Experts(experts, hidden, inner), backend="emulate", passes=passes)
-        return layer(x, picks, weights, *matrices)
+        return mo.compile(mo.Experts(len(counts), 256, inner), backend="emulate", passes=passes)(*given)
 
     wanted = result(NONE)
-    assert torch.equal(result(""), wanted)
-    (helpers,) = nvrtc.helper_include_dirs()
-    shutil.copytree(helpers, tmp_path, dirs_exist_ok=True)
-    header, old, *new = MISTAKES[mistake]
-    text = (tmp_path / "moesaic" / header).read_text()
-    assert text.count(old) == 1
-    (tmp_path / "moesaic" / header).write_text(text.replace(old, new[0] if new else ";"))
-    monkeypatch.setattr(nvrtc, "helper_include_dirs", lambda: [tmp_path])
+    assert torch.equal(result(""), wanted) and bool(wanted.abs().max() > 0)
+    folder = changed_headers(tmp_path, *MISTAKES[mistake])
+    monkeypatch.setattr(nvrtc, "helper_include_dirs", lambda: [folder])
 
     def is_wrong(order: int) -> bool:
         monkeypatch.setattr(RUNNERS["emulate"], "order", order)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
-from device_kernels import emulate
+from device_kernels import changed_headers, emulate
 from tiles import (
     DEFAULT_MMA,
     DEFAULT_SIMT,
@@ -187,13 +186,7 @@ def is_wrong(case: Case, order: int, helpers: Path | None = None) -> bool:
 @pytest.mark.emulate
 @pytest.mark.parametrize("barrier", BARRIERS)
 def test_a_missing_barrier_or_wait_shows(barrier: str, tmp_path: Path) -> None:
-    header, old, *new = BARRIERS[barrier]
-    (helpers,) = nvrtc.helper_include_dirs()
-    shutil.copytree(helpers, tmp_path, dirs_exist_ok=True)
-    pattern = r"\s+".join(re.escape(word) for word in old.split(" "))
-    text, count = re.subn(pattern, new[0] if new else ";", (tmp_path / "moesaic" / header).read_text())
-    assert count == 1
-    (tmp_path / "moesaic" / header).write_text(text)
+    changed_headers(tmp_path, *BARRIERS[barrier])
     tiles = {
         "mma": SMALL_MMA,
         "wgmma": SMALL_WGMMA,

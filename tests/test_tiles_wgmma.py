@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from device_kernels import run_on_gpu
+from device_kernels import run_on_gpu, skip_without_wgmma
 from tiles import (
     DEFAULT_WGMMA,
     Case,
@@ -73,10 +73,7 @@ EMULATED_WGMMA = ("gathered", "transposed", "wgrad_tall", "wgrad_tokens", "unali
 
 
 def run_on_hopper(*args: Any, **options: Any) -> np.ndarray:
-    import torch
-
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("wgmma is Hopper's")
+    skip_without_wgmma()
     return run_on_gpu(*args, **{"grid": (4, 1), **options})
 
 

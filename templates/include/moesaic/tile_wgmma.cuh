@@ -110,15 +110,12 @@ class WgmmaTile : public WgmmaStages<T, Shape, kLeft, kRight, kStagedBytes,
   // values[p][row][column] = the sum over k < depth of left(row, k) * right_p(column, k), of what is being fetched.
   // `rows` of the tile are there: warpgroups without any only take part in the waiting. The first product begins the sums,
   // where the compiler keeps products asynchronous even so: clearing sums takes 300 cycles. With kShortFirst, products of
-  // zeros in the first stage are left out, where sums need not be cleared.
-  __device__ __forceinline__ void multiply(int depth, long long rows) { multiply_rows<false>(depth, rows); }
-  // The same of a tile that may have so many rows besides.
-  __device__ __forceinline__ void multiply(int depth, long long rows, int tail_rows) {
-    if (tail_rows > 0) {
-      multiply_rows<true>(depth, rows);
-    } else {
-      multiply_rows<false>(depth, rows);
+  // zeros in the first stage are left out, where sums need not be cleared. `tail` likewise, where there are rows of it.
+  __device__ __forceinline__ void multiply(int depth, long long rows, int tail_rows = 0) {
+    if constexpr (kTail > 0) {
+      if (tail_rows > 0) return multiply_rows<true>(depth, rows);
     }
+    multiply_rows<false>(depth, rows);
   }
 
   // The sum over the tile's columns of `own`, a number for each own row; `store(row, total)` is called once a row.

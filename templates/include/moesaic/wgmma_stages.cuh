@@ -254,6 +254,7 @@ class WgmmaStages {
   static_assert(kWorkers > 0 && kWorkers % 128 == 0, "whole warpgroups");
   static constexpr int kStageBytes = Left::kBytes + Right::kBytes;
   static constexpr int kTailBytes = Shape::kTail * kSwizzledLine;  // of a stage
+  static constexpr int kLastTogether = (Shape::kStages - 1) * Shape::kK;  // first step of the last whose tail comes late
   static_assert(kStagedBytes % kSwizzledBlock == 0 && kTailBytes % kSwizzledBlock == 0, "boxes stay aligned");
   static_assert(Shape::kStages * kTailBytes <= kGroups * kStagedBytes, "a tail has room where results leave");
   static_assert(Shape::kTail == 0 ||
@@ -333,7 +334,7 @@ class WgmmaStages {
       mbarrier_wait(empty(stage_), parity_ ^ 1);
       if (kAsks && (!kCopies || (warp == kWorkers / 32 && elect_lane()))) {
         const int bytes = Left::boxed_bytes(left_lines, left_extent) + Right::boxed_bytes(right_rows, right_extent);
-        const bool with_tail = tail_rows > 0 && first >= Shape::kStages * Shape::kK;
+        const bool with_tail = tail_rows > 0 && first > kLastTogether;
         mbarrier_arrive_and_expect(full(stage_), bytes + (with_tail ? kTailBytes : 0));
         Left::fetch_boxes(stage, full(stage_), left_lines, first, end, left_extent, together);
         Right::fetch_boxes(stage + Left::kBytes, full(stage_), right_rows, first, end, right_extent, together);
@@ -387,9 +388,11 @@ class WgmmaStages {
   // them, when the tile's first stage is the next one again, and counted by themselves.
   template <class TailRows>
   __device__ __forceinline__ void fetch_tail(const TailRows& tail, int first, int rows) {
-    constexpr int kLast = (Shape::kStages - 1) * Shape::kK;  // of these
-    if (first > kLast) return copy_rows(tail_of(stage_), tail.map, tail.step + first, tail.first, rows, full(stage_));
-    if (first < kLast) return;
+    if (first > kLastTogether) {
+      copy_rows(tail_of(stage_), tail.map, tail.step + first, tail.first, rows, full(stage_));
+      return;
+    }
+    if (first < kLastTogether) return;
     mbarrier_wait(vacated(), tails_++ % 2);
     mbarrier_arrive_and_expect(tail_there(), Shape::kStages * kTailBytes);
     for (int n = 0; n < Shape::kStages; ++n) {
