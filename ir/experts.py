@@ -166,14 +166,18 @@ class Experts:
             return ("up_proj",)
         return ("gate_proj", "up_proj") if self.separate else ("gate_up_proj",)
 
-    def module(self, dtype: DType, top_k: int, indices: DType = DType.I32, weights: DType = DType.F32) -> Module:
-        """The declared function for inputs of these types, of K picks a token.
+    def module(
+        self, dtype: DType | str, top_k: int, indices: DType | str = DType.I32, weights: DType | str = DType.F32
+    ) -> Module:
+        """The declared function for inputs of these types, such as ``"bf16"``, of K picks a token.
 
         Raises:
-            InputError: there are no picks, or activation or gating give something else than they should.
+            InputError: a type is unknown, there are no picks, or activation or gating give something else than they
+                should.
         """
         if top_k < 1:
             raise InputError(f"indices must hold one pick a token or more, found {top_k}")
+        dtype, indices, weights = map(DType.parse, (dtype, indices, weights))
         b = Builder(self.name)
         x = b.input("x", tensor(dtype, "T", self.hidden))
         ids = b.input("indices", tensor(indices, "T", top_k))

@@ -188,8 +188,14 @@ class MoE:
         """The names of the losses."""
         return tuple(self.router.losses)
 
-    def module(self, dtype: DType, *, masked: bool = False) -> Module:
-        """The declared function for x and weights of this type; `masked` adds the router's ``token_mask``."""
+    def module(self, dtype: DType | str, *, masked: bool = False) -> Module:
+        """The declared function for x and weights of this type, such as ``"bf16"``; `masked` adds the router's
+        ``token_mask``.
+
+        Raises:
+            InputError: the type is unknown.
+        """
+        dtype = DType.parse(dtype)
         b = Builder(self.name)
         hidden = self.experts.hidden
         x = b.input("x", tensor(dtype, symbol("T"), hidden))

@@ -144,6 +144,16 @@ class Instrument:
         """A pass, or a check after it, raised; the error goes on to the caller afterwards."""
 
 
+def _stage_hint(current: Pass) -> str:
+    """What to tell somebody whose module is in the wrong stage for a pass."""
+    makers = (p for p in parse_pipeline(DEFAULT) if p.establishes == current.requires)
+    maker = next((p.name for p in makers), "a declaration")
+    return (
+        f"{current.name} takes a module in stage {current.requires!r}, which {maker} makes; "
+        "the pipelines 'default' and 'forward' have all passes in order"
+    )
+
+
 class PassManager:
     """Runs passes in order over one module, in place."""
 
@@ -165,7 +175,7 @@ class PassManager:
                 instrument.before_pass(index, current, module)
             try:
                 if current.requires is not None:
-                    check_stage(module, current.requires)
+                    check_stage(module, current.requires, _stage_hint(current))
                 changed = current.run(module, context)
                 if current.establishes is not None:
                     check_stage(module, current.establishes)

@@ -209,8 +209,9 @@ class _Rule:
 
     def _lanes(self) -> int:
         lanes = self.options.lanes or self._usual_lanes()
-        # Membership packs one bit a slot into a word.
-        if lanes not in _LANES or self.slots // lanes > 32:
+        if lanes not in _LANES:
+            raise UsageError(f"specialize: lanes must be a power of two, at most {_LANES[-1]}, found {lanes}")
+        if self.slots // lanes > 32:  # membership packs one bit a slot into a word
             raise UnsupportedError(f"specialize: {lanes} lanes cannot hold a row of {self.experts} experts")
         return lanes
 

@@ -41,6 +41,8 @@ _CHOICES = {
     "dispatch": ("", "steps"),
 }
 
+_ALIGNMENTS = (1, 2, 4, 8, 16)
+
 
 @dataclass(frozen=True)
 class Specialize(Pass):
@@ -96,6 +98,10 @@ class Specialize(Pass):
             raise UsageError(f"specialize: listed must be a power of two, found {self.listed}")
         if self.threads % 32 or not 0 <= self.threads <= 1024:
             raise UsageError(f"specialize: threads must be a multiple of 32, at most 1024, found {self.threads}")
+        for found in self.alignment:
+            if found not in _ALIGNMENTS:
+                shown = ", ".join(map(str, _ALIGNMENTS))
+                raise UsageError(f"specialize: alignment must be of {shown} bytes, found {found}")
         points = dict(map(parse_point, self.points))
         for function in module.functions:
             given = self.alignment if function is module.entry else ()

@@ -5,6 +5,8 @@ A pass names the stage it requires and the one it establishes; the manager check
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from moesaic.ir.core import Module
 from moesaic.ir.diagnostics import Diagnostic, DiagnosticError
 
@@ -29,11 +31,18 @@ _REGION: dict[str, tuple[str, ...]] = {
 }
 
 
-def check_stage(module: Module, stage: str) -> None:
+_SHOWN = 3
+"""Ops at fault that are named, at most: in the wrong stage all of them are."""
+
+
+def check_stage(module: Module, stage: str, hint: str = "") -> None:
     """Checks that a module holds only what is legal in a stage.
 
+    Args:
+        hint: what to do about it, where that is known.
+
     Raises:
-        DiagnosticError: it holds something else; names each op at fault.
+        DiagnosticError: it holds something else; names the first ops at fault.
     """
     found: list[Diagnostic] = []
     for function in module.functions:
@@ -48,4 +57,6 @@ def check_stage(module: Module, stage: str) -> None:
                     if not inner.name.startswith(allowed)
                 )
     if found:
-        raise DiagnosticError(found)
+        shown, more = found[:_SHOWN], len(found) - _SHOWN
+        notes = (*([f"so are {more} more"] if more > 0 else ()), *([hint] if hint else ()))
+        raise DiagnosticError([*shown[:-1], replace(shown[-1], notes=(*shown[-1].notes, *notes))])

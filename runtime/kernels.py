@@ -68,11 +68,17 @@ def source_of(kernel: GeneratedKernel) -> str:
     layer, or of the same for other sizes, and is passed over, with a warning: it would be launched in a wrong way.
 
     Raises:
-        InputError: the file declares the kernel with other parameters than it is launched with.
+        InputError: there is no such folder, or the file declares the kernel with other parameters than it is launched
+            with.
     """
     folder = environment.OVERRIDE_DIR.get()
     if folder is None:
         return kernel.source
+    if not folder.is_dir():
+        raise InputError(
+            f"{environment.OVERRIDE_DIR.name} is {folder}, which is no folder; give it one that holds "
+            f"{kernel.symbol}.cu, as {environment.DUMP_DIR.name} writes it, or unset it"
+        )
     plain = folder / f"{kernel.symbol}.cu"
     others = []
     for path in (plain, *sorted(folder.glob(f"{kernel.symbol}-{'[0-9a-f]' * 8}.cu"))):

@@ -309,7 +309,9 @@ def test_a_declared_function_prints_and_reads_back(name: str, dtype: DType) -> N
 def test_equal_declarations_make_equal_functions() -> None:
     one, two = (Experts(*SIZES, gating=ClampedSwiGLU(7.0, 1.702, 1.0), name="ffn") for _ in range(2))
     assert one == two and hash(one) == hash(two)
-    assert str(one.module(DType.BF16, 3)) == str(two.module(DType.BF16, 3))
+    assert (
+        str(one.module(DType.BF16, 3)) == str(two.module(DType.BF16, 3)) == str(one.module("bf16", 3, "int32", "fp32"))
+    )
     assert one.module(DType.BF16, 3).entry.name == "ffn"
     assert str(one.module(DType.BF16, 3)) != str(one.module(DType.BF16, 2))
 

@@ -208,14 +208,25 @@ def test_the_table_knows_every_op():
         ),
         ("fuse-score-topk,expand-rows", "kernel.row_program: not legal in stage 'summed'"),
         ("choose-saved", "math.sigmoid: not legal in stage 'fused', which allows kernel."),
-        ("plan-workspace", "row.normalize: not legal in stage 'fused', which allows kernel."),
+        ("plan-workspace", "math.sigmoid: not legal in stage 'fused', which allows kernel."),
         ("fuse-score-topk,specialize", "kernel.col_finish: not legal in stage 'planned', which allows launch."),
     ],
 )
 def test_a_pass_in_the_wrong_stage_names_the_op(pipeline, message):
     with pytest.raises(DiagnosticError) as caught:
         PassManager(pipeline).run(router())
-    assert any(d.message.startswith(message) for d in caught.value.diagnostics)
+    shown = caught.value.diagnostics
+    assert any(d.message.startswith(message) for d in shown) and len(shown) <= 3
+    last = pipeline.rpartition(",")[2]
+    assert f"note: {last} takes a module in stage" in str(caught.value) and "'default'" in str(caught.value)
+
+
+def test_a_module_in_the_wrong_stage_is_told_once():
+    with pytest.raises(DiagnosticError) as caught:
+        PassManager("specialize").run(router())
+    shown = str(caught.value)
+    assert shown.count("error:") == 3 and "note: so are" in shown
+    assert "specialize takes a module in stage 'planned', which plan-workspace makes" in shown
 
 
 def test_ops_inside_kernels_are_checked():

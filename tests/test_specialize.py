@@ -62,8 +62,14 @@ def test_limits_of_specialize():
     assert configuration(mo.Router(num_experts=32, top_k=3), "forward,specialize{lanes=1}")
     with pytest.raises(UnsupportedError, match="1 lanes cannot hold a row of 33 experts"):
         configuration(mo.Router(num_experts=33, top_k=3), "forward,specialize{lanes=1}")
-    with pytest.raises(UnsupportedError, match="3 lanes cannot hold"):
-        configuration(mo.Router(num_experts=12, top_k=3), "forward,specialize{lanes=3}")
+    for lanes in (3, -2, 2048):
+        with pytest.raises(UsageError, match=f"lanes must be a power of two, at most 1024, found {lanes}"):
+            configuration(mo.Router(num_experts=12, top_k=3), f"forward,specialize{{lanes={lanes}}}")
+    for alignment in ("3", "16,0", "32"):
+        with pytest.raises(
+            UsageError, match=f"alignment must be of 1, 2, 4, 8, 16 bytes, found {alignment[-2:].lstrip(',')}"
+        ):
+            configuration(mo.Router(num_experts=12, top_k=3), f"forward,specialize{{alignment={alignment}}}")
     with pytest.raises(UnsupportedError, match="64 lanes cannot hold a row of 4096 experts"):
         configuration(mo.Router(num_experts=4096, top_k=3), "forward,specialize{lanes=64}")
     with pytest.raises(UsageError, match="64 lanes that share a token are a whole block, not 128 threads"):

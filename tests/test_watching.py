@@ -79,6 +79,14 @@ def of_tokens(tokens: str):
     return program.executable("forward", "sm_90a", (), tokens=tokens).kernels[0]
 
 
+@pytest.mark.parametrize("name", ["missing", "file"])
+def test_no_folder_of_edited_kernels(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "file").write_text("")
+    monkeypatch.setenv("MOESAIC_OVERRIDE_DIR", str(folder / name))
+    with pytest.raises(InputError, match=rf"MOESAIC_OVERRIDE_DIR is .*{name}, which is no folder; .* route_rows\.cu"):
+        kernels.source_of(of_tokens("many"))
+
+
 def test_an_edited_kernel_is_used_where_it_fits(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     many, few = of_tokens("many"), of_tokens("few")
     assert many.symbol == few.symbol and many.source != few.source

@@ -124,7 +124,8 @@ def _python_module(file: str, dtype: str | None) -> Module | Router:
         return declared
     if not isinstance(declared, Router | MoE):
         found = type(declared).__name__
-        more = "; Experts become one of a number of picks: experts.module(dtype, top_k)" if found == "Experts" else ""
+        of_experts = '; Experts become one by their number of picks: layer = experts.module("bf16", top_k=8)'
+        more = of_experts if found == "Experts" else ""
         raise InputError(f"`{name}` in {file} must be a moesaic.Router, a moesaic.MoE or a module, found {found}{more}")
     if dtype is not None and declared.dtype is not None:
         raise UsageError(f"--dtype {dtype}: the {name} in {file} is declared for {declared.dtype}")
