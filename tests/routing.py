@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -213,11 +213,12 @@ def by_expert(weights: torch.Tensor, indices: torch.Tensor, experts: int) -> tor
 
 # Ties -----------------------------------------------------------------------------------------------------------------
 
-_SCORES = {
+SCORES: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "softmax": lambda x: torch.softmax(x, -1),
     "sigmoid": torch.sigmoid,
     "sqrtsoftplus": lambda x: torch.logaddexp(x, torch.zeros_like(x)).sqrt(),
 }
+"""What torch computes for each named score."""
 
 
 def selection(
@@ -233,7 +234,7 @@ def selection(
     if router.logit_cap is not None:
         x = router.logit_cap * torch.tanh(x / router.logit_cap)
     if router.order == "score_then_topk":
-        score = _SCORES[router.score] if isinstance(router.score, str) else SOFTSIGN_ORACLE
+        score = SCORES[router.score] if isinstance(router.score, str) else SOFTSIGN_ORACLE
         x = score(x)
     return x if bias is None else x + bias.detach().cpu().double()
 

@@ -1,11 +1,13 @@
 """Every example runs, and its text says what its Python says."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from command_line import Invoke
 from routing import EXACT, EXAMPLES, example
 
 import moesaic as mo
@@ -35,6 +37,18 @@ def test_python_runs(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert 3 <= len(lines) <= 12, out
     assert max(map(len, lines)) <= 120, out
     assert "nan" not in out.lower(), out
+
+
+@pytest.mark.parametrize("command", ["opt examples/deepseek_v3.moe", "compile examples/deepseek_v3.moe --emit cuda"])
+def test_the_readme_shows_what_commands_print(command: str, moesaic: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8")
+    [shown] = re.findall(rf"^`moesaic {command}` prints[^\n]*\n\n```\w*\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert shown.count("\n") > 5
+    monkeypatch.chdir(EXAMPLES.parent)
+    code, printed, _ = moesaic(*command.split())
+    assert code == 0
+    pattern = re.escape(shown).replace(re.escape("..."), ".*")
+    assert re.search(pattern, printed, re.DOTALL), f"the README has, and {command} does not print:\n{shown}"
 
 
 def test_training_beside_plain_torch(tmp_path: Path) -> None:

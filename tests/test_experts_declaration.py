@@ -104,7 +104,7 @@ def activated(case: Case, first: list[torch.Tensor]) -> torch.Tensor:
             return case.plain(gate, up)
     else:
         [gate], up = first, torch.ones(())
-    activation = PLAIN[e.activation] if isinstance(e.activation, str) else case.plain
+    activation = PLAIN.get(e.activation) if isinstance(e.activation, str) else case.plain
     assert activation is not None
     return activation(gate) * up
 
@@ -123,6 +123,13 @@ def clamped_after(gate: Value, up: Value) -> Value:
 
 
 GPT_OSS = {"bias": True, "interleaved": True, "transposed": True, "gating": ClampedSwiGLU(1.5, 1.702, 1.0)}
+
+
+def test_each_name_has_an_oracle() -> None:
+    missing = set(ACTIVATIONS) - set(PLAIN)
+    assert not missing, f"say in PLAIN of this file what torch computes for {', '.join(sorted(missing))}"
+    assert all(f"``{name}``" in (Experts.__doc__ or "") for name in ACTIVATIONS), "the docstring names them"
+
 
 CASES = {
     "plain": Case(),

@@ -8,9 +8,22 @@ from typing import Any
 
 import pytest
 import torch
-from routing import BACKENDS, EXACT, GRADIENT, INF, NAN, ROUNDING, assert_close, assert_zero, cotangent, device_of
+from routing import (
+    BACKENDS,
+    EXACT,
+    GRADIENT,
+    INF,
+    NAN,
+    ROUNDING,
+    SCORES,
+    assert_close,
+    assert_zero,
+    cotangent,
+    device_of,
+)
 
 import moesaic as mo
+from moesaic.ir import declare
 from moesaic.ir.errors import InputError, InputTypeError
 from moesaic.ir.types import DType
 from moesaic.runtime import functional
@@ -48,11 +61,12 @@ MASK = torch.arange(30) % 4 > 0
 
 # Scores ---------------------------------------------------------------------------------------------------------------
 
-SCORES = {
-    "softmax": lambda x: torch.softmax(x, -1),
-    "sigmoid": torch.sigmoid,
-    "sqrtsoftplus": lambda x: torch.logaddexp(x, torch.zeros_like(x)).sqrt(),
-}
+
+def test_each_name_has_an_oracle() -> None:
+    missing = set(declare.SCORES) - set(SCORES)
+    assert not missing, f"say in SCORES of tests/routing.py what torch computes for {', '.join(sorted(missing))}"
+    for owner in (mo.Router, mo.scores):
+        assert all(f'``"{name}"``' in (owner.__doc__ or "") for name in declare.SCORES), "docstrings name them"
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

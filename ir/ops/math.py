@@ -1,8 +1,8 @@
 """``math.``: elementwise ops, any shape, NumPy broadcasting.
 
-To add a score function or an activation, add one class here: the equation, the reference, the gradient and the CUDA
-expression. Arithmetic is float32 whatever the storage type of the operands (float64 stays float64, on the reference
-backend only).
+A score function or an activation that cannot be composed of these is one class here: the equation, the reference, the
+gradient and the CUDA expression (``docs/tutorial.md``). Arithmetic is float32 whatever the storage type of the operands
+(float64 stays float64, on the reference backend only).
 """
 
 from __future__ import annotations
