@@ -118,23 +118,21 @@ class _Emitter:
             tiles = tiles_of(columns, self.tile)
             total = self.pointers[value]
             last = number == len(self.sums) - 1
-            summed = f"moesaic::sum_partial_rows<{columns}, kTile, kThreads>"
+            stored = f"moesaic::store_totals</*columns=*/{columns}, kTile>"
+            summed = f"moesaic::sum_partial_rows</*columns=*/{columns}, kTile, kThreads>"
             if value.type.leading == "N":
                 per_sequence += tiles
                 own = [
                     f"const long long sequence = tile / {tiles}, own = rows / sequences;",
                     f"const auto total = {summed}({partial} + sequence * own * {columns}, own, tile % {tiles});",
-                    f"moesaic::store_totals<{columns}, kTile>({total} + sequence * {columns}, tile % {tiles}, total);",
+                    f"{stored}({total} + sequence * {columns}, tile % {tiles}, total);",
                 ]
                 size = f"{tiles} * sequences" if tiles > 1 else "sequences"
             else:
                 blocks += tiles
-                to = (
-                    f"hand_to_first_block<kTile>({self.shared[value]}"
-                    if self.cluster
-                    else f"store_totals<{columns}, kTile>({total}"
-                )
-                own = [f"moesaic::{to}, tile, {summed}({partial}, rows, tile));"]
+                handed = f"moesaic::hand_to_first_block<kTile>({self.shared[value]}" if self.cluster else ""
+                to = handed or f"{stored}({total}"
+                own = [f"{to}, tile, {summed}({partial}, rows, tile));"]
                 size = str(tiles)
             lines.append(f"if (tile >= 0 && tile < {size}) {{  // %{value.name or 'sums'}")
             lines += ["  " + line for line in own] + ["}"]

@@ -234,13 +234,16 @@ class Epilogue:
             gate, up = (f"{self.name(value)}_{half}" for half in ("gate", "up"))
             self.loads.append(f"float {gate}[kVector], {up}[kVector];")
             arguments = (
-                f"kVector, {self._align_of_halves(value, align)}, {_flag(self.whole)}, kColumns, {_flag(self.in_turn)}"
+                f"kVector, /*align=*/{self._align_of_halves(value, align)}, /*whole=*/{_flag(self.whole)}, "
+                f"/*half=*/kColumns, /*in_turn=*/{_flag(self.in_turn)}"
             )
             if held is None:
                 self.loads.append(f"moesaic::load_halves<{arguments}>({pointer}, column, {gate}, {up});")
             else:
                 self.reads.append(f"moesaic::read_halves<{arguments}>({pointer}, column, {base}[j]);")
-                self.loads.append(f"moesaic::take_halves<kVector, {_flag(self.in_turn)}>({base}[j], {gate}, {up});")
+                self.loads.append(
+                    f"moesaic::take_halves<kVector, /*in_turn=*/{_flag(self.in_turn)}>({base}[j], {gate}, {up});"
+                )
             return
         if columns_of(value) != self.columns:
             raise UnsupportedError(
@@ -248,7 +251,7 @@ class Epilogue:
             )
         name = self.name(value)
         self.loads.append(f"float {name}[kVector];")
-        arguments = f"kVector, {self._align(value, align)}, {_flag(self.whole)}"
+        arguments = f"kVector, /*align=*/{self._align(value, align)}, /*whole=*/{_flag(self.whole)}"
         if held is None:
             self.loads.append(f"moesaic::load_columns<{arguments}>({pointer} + column, kColumns - column, {name});")
         else:
@@ -272,7 +275,7 @@ class Epilogue:
         to = self.numbers if self.ahead else self.for_row
         to.append(f"const int {pick} = moesaic::load_one({self.parameters.pointer(picks)} + slot);")
         stride = self.parameters.stride(weights)
-        number = f"moesaic::pick_number<{top_k}>({pointer}, {stride}, {pick})"
+        number = f"moesaic::pick_number</*top_k=*/{top_k}>({pointer}, {stride}, {pick})"
         self._number(op.y, number, f"  // {self._comment(op)}")
 
     def _expert_rows(self, op: slot.ExpertRows) -> None:
@@ -349,11 +352,12 @@ class Epilogue:
                 self.stores.append(f"staged.put({number}, r, w, {name});")
         elif halves:
             arguments = (
-                f"kVector, {self._align_of_halves(value, align)}, {_flag(self.whole)}, kColumns, {_flag(self.in_turn)}"
+                f"kVector, /*align=*/{self._align_of_halves(value, align)}, /*whole=*/{_flag(self.whole)}, "
+                f"/*half=*/kColumns, /*in_turn=*/{_flag(self.in_turn)}"
             )
             self.stores.append(f"moesaic::store_halves<{arguments}>({pointer}, column, {', '.join(names)});")
         else:
-            arguments = f"kVector, {self._align(value, align)}, {_flag(self.whole)}"
+            arguments = f"kVector, /*align=*/{self._align(value, align)}, /*whole=*/{_flag(self.whole)}"
             self.stores.append(
                 f"moesaic::store_columns<{arguments}>({pointer} + column, kColumns - column, {names[0]});"
             )

@@ -42,8 +42,12 @@ class Boxes:
     def lines(self, name: str, parameters: Parameters) -> list[str]:
         """The declaration of an operand."""
         map = parameters.tensor_map(self.index, self.rows)
-        kind = f"{self.rows}" if self.matrix else f"{self.rows}, /*kOfRows=*/true"
-        place = f"{map}, {self.matrix or '0'}, {self.first}, {self.step}, {self.apart}"
+        kind = f"/*rows=*/{self.rows}" + ("" if self.matrix else ", /*of_rows=*/true")
+        place = f"{map}, {self.matrix or '/*matrix=*/0'}, {self.first}"
+        if (self.step, self.apart) != ("0", "0"):
+            place += f", /*step=*/{self.step}"
+        if self.apart != "0":
+            place += f", /*apart=*/{self.apart}"
         return [f"const moesaic::Boxes<{kind}> {name}{{{place}}};"]
 
 
@@ -55,7 +59,7 @@ def box_rows(rows: int, parts: int = 1) -> int:
 def tile_type(shape: ProductShape, left: Fetch, right: Fetch, staged: bool) -> str:
     """The C++ type of a tile."""
     ways = [f"moesaic::Fetch::{how.value}" for how in (left, right)] if shape.fetches else []
-    ways += [str(shape.pingpong).lower()] if not shape.swapped and (shape.pingpong or staged) else []
+    ways += [f"/*ping_pong=*/{str(shape.pingpong).lower()}"] if not shape.swapped and (shape.pingpong or staged) else []
     ways += ["Staged::kBytes"] if staged else []
     return f"moesaic::{shape.tile}<{', '.join(['Element', 'Shape', *ways])}>"
 
@@ -129,7 +133,7 @@ def in_two_roles(
         *items.setup(),
         "Tile tile(shared);",
         "",
-        "if (Tile::fetches()) {",
+        "if (Tile::fetches()) {  // some warps of the block fetch operands, the others multiply them",
         "  moesaic::give_registers<Tile::kFetchRegisters>();",
         *indented(items.loop(fetch, fetches=True), 2),
         "} else {",

@@ -51,6 +51,10 @@ def _statement(text: str, margin: int) -> list[str]:
         if margin + len(before) <= WIDTH or not bounds:
             return [" " * margin + before, " " * margin + name]
         return [" " * margin + part for part in (attributes, f"__launch_bounds__{bounds}", name)]
+    if text.startswith("using ") and "<" in text:
+        line = " " * margin + text
+        opened, closed = line.index("<"), line.rindex(">")
+        return _filled(line, opened, closed, _pieces(line[opened + 1 : closed]) or [line[opened + 1 : closed]], margin)
     return _broken(" " * margin + text, margin, margin)
 
 

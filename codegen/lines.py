@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from moesaic.codegen.kernel import FusedOp
@@ -35,6 +35,12 @@ class Line:
     definition: str = ""
     declaration: str = ""
     why: str = ""
+
+
+def in_words(names: Sequence[str]) -> str:
+    """Names as a sentence has them: a, b and c."""
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def register(value: Value) -> str:

@@ -59,10 +59,12 @@ class Parameters(Names):
         declared = f"{'const ' if const else ''}{storage(self.op, index)}* __restrict__ "
         return self._ask("pointer", index, f"{self._base(index)}_ptr", declared, _shape(self.given(index)))
 
-    def stride(self, index: int, why: str = "", name: str = "") -> str:
-        """Elements between rows of an operand: a parameter where the caller decides, and a number elsewhere."""
+    def stride(self, index: int, name: str = "") -> str:
+        """Elements between rows of an operand, or its matrices: a parameter where the caller decides, and a number
+        elsewhere."""
         given = self.given(index)
         if index < self.op.reads and isinstance(given, BlockArgument) and given.type.rank > 1:
+            why = f"elements between {'matrices' if given.type.rank == 3 else 'rows'}"
             return self._ask("stride", index, name or f"{self._base(index)}_stride", "long long ", why)
         columns = 1
         for size in given.type.shape[1:]:
@@ -72,7 +74,7 @@ class Parameters(Names):
 
     def rows_pointer(self, index: int) -> tuple[str, str]:
         """The address of an operand, and the elements between its rows."""
-        return self.pointer(index), self.stride(index, "elements between rows")
+        return self.pointer(index), self.stride(index)
 
     def counts_and_offsets(self, op: slot.GroupedLinear | slot.GroupedWgrad) -> tuple[str, str]:
         """The addresses of the rows in use of each expert, and of its first one."""
@@ -80,7 +82,8 @@ class Parameters(Names):
 
     def row_stride(self, index: int) -> str:
         """Elements between the rows of the matrices [E, m, n] of an operand."""
-        return self._ask("inner_stride", index, f"{self.given(index).name}_row_stride", "long long ", "")
+        name = f"{self.given(index).name}_row_stride"
+        return self._ask("inner_stride", index, name, "long long ", "elements between rows")
 
     def tensor_map(self, index: int, box_rows: int, box_columns: int = 64) -> str:
         """How the copy engine finds an operand [E, m, n] or [R, n]; boxes have so many rows and columns."""

@@ -23,6 +23,7 @@ from moesaic.ir.ops.kernel import SUM_COLUMNS, narrow_columns
 from moesaic.ir.ops.launch import Kernel
 from moesaic.passes.product_shape import TAIL_ROWS, Lines, ProductShape, pairs_of_band, why_no_tail
 
+_OWN_TILE = "  // this block's tile, of an item that a pair may share"
 _TAIL = "rows that an expert's last pair of tiles has besides, at most"
 
 
@@ -332,7 +333,7 @@ class _Emitter:
         """Where the tile lies that a block of a pair has of an item."""
         if not self.grouped:
             return [
-                f"const auto item = {self._item_of}(n, Tile::rank(), row_tiles, kColumnTiles);",
+                f"const auto item = {self._item_of}(n, Tile::rank(), row_tiles, kColumnTiles);{_OWN_TILE}",
                 "const long long first_token = item.row_tile * kTileRows;",
                 f"const long long rows = item.idle ? 0 : {self.parameters.tokens()} - first_token;",
                 "const int first_column = item.column_tile * kTileColumns;",
@@ -358,7 +359,7 @@ class _Emitter:
             *([] if self.shape.told else [f"const auto next = {self._found()};"]),
             "const int expert = next.expert;",
             *tiles,
-            f"const auto item = {self._item_of}(next.number, Tile::rank(), row_tiles, kColumnTiles);",
+            f"const auto item = {self._item_of}(next.number, Tile::rank(), row_tiles, kColumnTiles);{_OWN_TILE}",
             first_row,
             *rows,
             "const int first_slot = next.first_slot + first_row;",

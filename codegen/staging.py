@@ -134,10 +134,15 @@ class Staging:
     @property
     def type(self) -> str:
         """The definition of ``Staged``."""
-        arguments = f"{self.element}, {self.columns}, {len(self.outputs)}, {self.buffers}"
-        return (
-            f"moesaic::StagedColumns<{arguments}, {self.rows}>" if self.turned else f"moesaic::StagedBoxes<{arguments}>"
+        return self._type(self.columns, self.rows if self.turned else None)
+
+    def _type(self, columns: int, turned_rows: int | None) -> str:
+        arguments = (
+            f"{self.element}, /*columns=*/{columns}, /*outputs=*/{len(self.outputs)}, /*buffers=*/{self.buffers}"
         )
+        if turned_rows is None:
+            return f"moesaic::StagedBoxes<{arguments}>"
+        return f"moesaic::StagedColumns<{arguments}, /*rows=*/{turned_rows}>"
 
     def places(self, index: int) -> list[int]:
         """The numbers of the outputs that are parts of an operand."""
@@ -184,7 +189,7 @@ class Staging:
 
     def tail_type(self, rows: int) -> str:
         """The definition of ``StagedTail``, in the memory of ``Staged``."""
-        return f"moesaic::StagedColumns<{self.element}, {_BOX_COLUMNS}, {len(self.outputs)}, {self.buffers}, {rows}>"
+        return self._type(_BOX_COLUMNS, rows)
 
     def leave_tail(self, parameters: Parameters, rows: int) -> list[str]:
         """The rows that a pair of tiles has besides, which are nothing but products."""

@@ -189,9 +189,10 @@ class _Emitter:
         """The rows that are summed: of an expert, of a part of all tokens, or of all."""
         if self.parts:
             tokens = self.parameters.tokens()
+            part = f"moesaic::part_of<kParts, /*rows=*/{slot.PART_ROWS}>({tokens}, part)"
             return [
                 f"const int part = static_cast<int>({expert});",
-                f"const moesaic::Part rows_of_part = moesaic::part_of<kParts, {slot.PART_ROWS}>({tokens}, part);",
+                f"const moesaic::Part rows_of_part = {part};",
                 "const int slots = rows_of_part.count;",
                 "const long long first_slot = rows_of_part.first;",
             ]
@@ -401,7 +402,7 @@ class _Emitter:
                 picks = self.parameters.pointer(self.parameters.index(factor.picks))
                 index = self.parameters.index(factor.x)
                 weights, stride = self.parameters.pointer(index), self.parameters.stride(index)
-                weight = f"moesaic::pick_number<{top_k}>({weights}, {stride}, pick)"
+                weight = f"moesaic::pick_number</*top_k=*/{top_k}>({weights}, {stride}, pick)"
                 inside = [
                     row,
                     f"const int pick = moesaic::load_one({picks} + first_slot + k);",

@@ -230,10 +230,20 @@ class ProductShape:
 
     def cuda(self, parts: int, left: Lines, right: Lines) -> str:
         """The arguments of ``TileShape``."""
-        numbers = (self.rows, self.columns, self.depth, self.stages, parts)
-        flags = ("true" if lines.across else "false" for lines in (left, right))
-        tail = (self.tail,) if self.tail else ()
-        return ", ".join(map(str, (*numbers, *flags, left.align, right.align, self.threads, *tail)))
+        arguments: dict[str, int | bool] = {
+            "rows": self.rows,
+            "columns": self.columns,
+            "depth": self.depth,
+            "stages": self.stages,
+            "parts": parts,
+            "left_across": left.across,
+            "right_across": right.across,
+            "left_align": left.align,
+            "right_align": right.align,
+            "threads": self.threads,
+            **({"tail": self.tail} if self.tail else {}),
+        }
+        return ", ".join(f"/*{name}=*/{str(value).lower()}" for name, value in arguments.items())
 
     def config(self) -> dict[str, str]:
         """What `parse` reads."""

@@ -70,7 +70,7 @@ class Picks:
             pointer = text.pointers[op.x]
             where = pointer if op.x.type.rank == 1 else f"{pointer} + token * {pointer}_stride"
             return [*lines, f"moesaic::gather<{picks}{away}>({where}, {indices}, {name}, lane);"]
-        staged = self.tables.of_experts("gathered_from", "float")
+        staged = self.tables.of_experts("gathered_from", "float", "a token's row that is gathered from")
         source = text.array(op.x)
         call = f"moesaic::gather_registers<Experts, {picks}{away}>({source}, {indices}, {name}, {staged}, lane);"
         return [*lines, call]
@@ -81,11 +81,13 @@ class Picks:
         picks, name = text.rows_of(op.indices), text.keep(op.y if onto is None else onto.add.y)
         source, lines = text.picks_array(op.x, picks)
         if onto is not None:
-            function, table = "scatter_onto", self.tables.of_experts("base", "float", holds=text.array(onto.base))
+            function, why = "scatter_onto", f"%{text.name(onto.base)}, which picks are added to and taken off again"
+            table = self.tables.of_experts("base", "float", why, holds=text.array(onto.base))
             lines = [f"// {text.comment(o)}" for o in (onto.broadcast, onto.add)] + lines
         else:
             function = "scatter_added" if row.are_given(op.indices) else "scatter"
-            table = self.tables.of_experts("scattered", "float", zeroed=True)
+            why = "zeros, which picks are put into and cleared again"
+            table = self.tables.of_experts("scattered", "float", why, zeroed=True)
         away = MAY_BE_AWAY if function != "scatter_added" and row.may_be_away(op.indices) else ""
         return [
             *lines,

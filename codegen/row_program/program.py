@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from moesaic.codegen.kernel import GeneratedKernel
-from moesaic.codegen.lines import Line, fused_ops, register
+from moesaic.codegen.lines import Line, fused_ops, in_words, register
 from moesaic.codegen.render import banner, indented, render
 from moesaic.codegen.row_program.finishing import Finishing
 from moesaic.codegen.row_program.picks import Picks
@@ -74,11 +74,8 @@ class _Program:
         if self.finishing is not None:
             self.finishing.emit()
         self.tables.place()
-        what = "every step between a token's logits and its routing"
-        if text.finishing is not None:
-            what += ", and what follows from sums over tokens"
         parameters = {
-            "banner": banner(text.op, what),
+            "banner": banner(text.op, self._what()),
             "symbol": text.op.symbol,
             "headers": [text.header, *(["columns.cuh"] if text.finishing is not None else [])],
             "cluster": text.finishing is not None,
@@ -107,12 +104,22 @@ class _Program:
             ops=fused_ops(text.region, text.name),
         )
 
+    def _what(self) -> str:
+        """What the kernel is for, in a line: what it reads of a token, and what it makes of that."""
+        reads = [a for a in self.text.pointers if a.type.leading == "T"]
+        read, made = (
+            in_words([value.name or self.text.name(value) for value in values])
+            for values in (reads, [value for value, _ in self.text.results])
+        )
+        what = f"all steps from a token's {read} to {made}" if reads else f"{made}, for each token"
+        return what + (", and what follows from sums over tokens" if self.text.finishing is not None else "")
+
     def _constants(self) -> None:
         text = self.text
         text.constants += [
             Line("kExperts", str(text.experts)),
             Line("kLanes", str(text.lanes), why="lanes that share a token"),
-            Line("kVec", text.config["vec"], why="consecutive experts a lane holds"),
+            Line("kVec", text.config["vec"], why="consecutive experts of a chunk; chunk n is lane n % kLanes's"),
             Line("kThreads", str(text.threads)),
             Line("kTokensPerBlock", str(text.threads // text.lanes)),
         ]
@@ -144,7 +151,7 @@ class _Program:
         """Elements between the rows of an operand: an input's are told, what a kernel before has written is dense."""
         given = self.text.op.operands[index]
         if isinstance(given, BlockArgument):
-            self.text.parameters.stride(index, "elements between rows", name)
+            self.text.parameters.stride(index, name)
         else:
             self.text.constants.append(Line(name, str(given.type.shape[1]), definition="long long"))
 

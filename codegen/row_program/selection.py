@@ -45,11 +45,12 @@ class Selection:
         if select == "sort":
             places = padded_columns(text.experts, text.vec, text.lanes)
             size = pick_bytes * places
-            arguments.append(self.tables.row(f"sorted{of_rank}", f"{rank}::Pick", "Experts::kSlots * kLanes", size))
+            length, why = "Experts::kSlots * kLanes", "a token's experts, in order"
+            arguments.append(self.tables.row(f"sorted{of_rank}", f"{rank}::Pick", length, size, why))
         elif select.startswith("collect"):
             arguments += [
-                self.tables.of_experts("staged", "unsigned"),
-                self.tables.row(f"reached{of_picks}", "moesaic::Wide", f"{picks}::kColumns", 8 * op.k),
+                self.tables.staged(),
+                self.tables.row(f"reached{of_picks}", "moesaic::Wide", f"{picks}::kColumns", 8 * op.k, "who is picked"),
             ]
         elif select == "radix":
             shape = RadixShape.of(op, text.experts, text.vec, text.lanes)
@@ -57,9 +58,11 @@ class Selection:
             numbers = f", /*parts=*/{shape.parts}, /*places=*/{shape.places}, /*counted=*/{counted}"
             name, size = f"listed{of_rank}{of_picks}", pick_bytes * shape.length
             arguments += [
-                self.tables.row("digits", "unsigned", "moesaic::Digits::kWords", 4 * DIGIT_WORDS, zeroed=True),
-                self.tables.row(name, f"{rank}::Pick", str(shape.length), size, kept=True),
-                self.tables.of_experts("staged", "unsigned") if shape.bounded else "nullptr",
+                self.tables.row(
+                    "digits", "unsigned", "moesaic::Digits::kWords", 4 * DIGIT_WORDS, "ranks of each digit", zeroed=True
+                ),
+                self.tables.row(name, f"{rank}::Pick", str(shape.length), size, "who may be picked", kept=True),
+                self.tables.staged() if shape.bounded else "nullptr",
             ]
             text.header = "select_block.cuh"
         if select == "radix":
@@ -112,11 +115,15 @@ class Selection:
         arguments = f"Experts, /*groups=*/{op.groups}, /*keep=*/{op.keep}, /*best=*/{op.best}"
         form = text.config["groups"]
         if form != "lanes":
-            tables = [self.tables.of_experts("staged", "unsigned")]
+            tables = [self.tables.staged()]
             if form == "shared":
-                tables.append(self.tables.row("kept_groups", "unsigned char", str(op.groups), op.groups))
+                tables.append(
+                    self.tables.row("kept_groups", "unsigned char", str(op.groups), op.groups, "which groups are kept")
+                )
             else:
-                tables.append(self.tables.row("group_scores", "unsigned", str(op.groups), 4 * op.groups, kept=True))
+                tables.append(
+                    self.tables.row("group_scores", "unsigned", str(op.groups), 4 * op.groups, "of groups", kept=True)
+                )
                 text.header = "select_block.cuh"
             call = ", ".join([text.array(op.x), name, *tables, "lane"])
             return [f"bool {name}[Experts::kSlots];", f"moesaic::group_limit_{form}<{arguments}>({call});"]

@@ -17,6 +17,7 @@ class _Dynamic:
     name: str
     type: str
     bytes: int
+    why: str
     alone: bool
 
 
@@ -35,12 +36,13 @@ class Tables:
         type: str,
         length: str,
         bytes: int,
+        why: str,
         *,
         zeroed: bool = False,
         holds: str = "",
         kept: bool = False,
     ) -> str:
-        """The token's own row of a table; the table is declared once.
+        """The token's own row of a table, which is declared once; `why` says there what it is for.
 
         In dynamic shared memory, which long rows need, tables share a place unless they are `zeroed`, or what `holds`,
         an array of registers, has at first (and so again when a helper returns), or are `kept` beside another: a
@@ -50,18 +52,23 @@ class Tables:
             unique = self.text.unique(name)
             if self.text.config.get("tables") == "dynamic":
                 self._rows[name] = unique
-                self._dynamic.append(_Dynamic(unique, type, bytes, alone=zeroed or bool(holds) or kept))
+                self._dynamic.append(_Dynamic(unique, type, bytes, why, alone=zeroed or bool(holds) or kept))
             else:
                 self._rows[name] = f"{unique}[slot]"
-                self.text.setup.append(f"__shared__ __align__(16) {type} {unique}[kTokensPerBlock][{length}];")
+                array = f"{unique}[kTokensPerBlock][{length}]"
+                self.text.setup.append(f"__shared__ __align__(16) {type} {array};  // {why}")
             filled = f"to_shared<Experts>({holds}, " if holds else f"clear<kLanes, {length}>("
             if zeroed or holds:
                 self.text.setup += [f"moesaic::{filled}{self._rows[name]}, lane);", "moesaic::team_sync<kLanes>();"]
         return self._rows[name]
 
-    def of_experts(self, name: str, type: str, *, zeroed: bool = False, holds: str = "") -> str:
+    def of_experts(self, name: str, type: str, why: str, *, zeroed: bool = False, holds: str = "") -> str:
         """A row of 4 bytes an expert."""
-        return self.row(name, type, "kExperts", 4 * self.text.experts, zeroed=zeroed, holds=holds)
+        return self.row(name, type, "kExperts", 4 * self.text.experts, why, zeroed=zeroed, holds=holds)
+
+    def staged(self) -> str:
+        """Where lanes show each other what they rank."""
+        return self.of_experts("staged", "unsigned", "ranks of a token's experts")
 
     def place(self) -> None:
         """Declares the tables in dynamic shared memory: first those of their own, then those that share a place.
@@ -76,7 +83,8 @@ class Tables:
         lines = [f"MOESAIC_DYNAMIC_SHARED(unsigned char, {memory});"]
         offset = 0
         for table in sorted(self._dynamic, key=lambda t: not t.alone):
-            lines.append(f"{table.type}* const {table.name} = reinterpret_cast<{table.type}*>({memory} + {offset});")
+            place = f"reinterpret_cast<{table.type}*>({memory} + {offset})"
+            lines.append(f"{table.type}* const {table.name} = {place};  // {table.why}")
             self.shared_bytes = max(self.shared_bytes, offset + table.bytes)
             if table.alone:
                 offset = -(-(offset + table.bytes) // 16) * 16

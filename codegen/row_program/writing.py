@@ -62,7 +62,8 @@ class Writing:
                 f"for (int p = 0; p < {picks}::kSlots; ++p) {source}[p] = true;",
             ]
         size = value.type.dtype.bytes * text.experts
-        table = self.tables.row(f"{text.name(value)}_row", text.storage(value), "kExperts", size, zeroed=True)
+        why = f"zeros, which %{text.name(value)} is put into and cleared again"
+        table = self.tables.row(f"{text.name(value)}_row", text.storage(value), "kExperts", size, why, zeroed=True)
         where = f"{pointer} + token * {layout.columns}"
         away = MAY_BE_AWAY if row.may_be_away(op.indices) else ""
         arguments = f"Experts, {picks}, /*align=*/{text.result_align(layout, value)}{away}"

@@ -40,7 +40,7 @@ struct Boxes {
   static constexpr int kBoxRows = kBoxRows_;
   static constexpr bool kOfRows = kOfRows_;
   const TensorMap& map;
-  int matrix, first, step, apart;
+  int matrix, first, step = 0, apart = 0;
 };
 // In place of the boxes of rows that a tile has besides.
 struct NoTail {
