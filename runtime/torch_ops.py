@@ -175,7 +175,7 @@ def _gradients(ctx: Any, grads: Sequence[torch.Tensor | None], *, dispatched: bo
     if reversal.operands:
         saved = ctx.saved_tensors
         operands = [
-            saved[i] if kind == "saved" else _rows(grads[i]) if kind == "cotangent" else ctx.mains[i]
+            saved[i] if kind == "saved" else _rows(grads[i]) if kind == "cotangent" else _main(ctx, i)
             for kind, i in reversal.operands
         ]
         if dispatched and ctx.mains:
@@ -195,6 +195,14 @@ def _gradients(ctx: Any, grads: Sequence[torch.Tensor | None], *, dispatched: bo
             assert cotangent is not None
             gradients[number] = cotangent.new_zeros(shape, dtype=dtype)
     return gradients
+
+
+def _main(ctx: Any, number: int) -> torch.Tensor:
+    """The sum that the gradient of an input is added to; one for nobody, if this backward does not want that gradient:
+    ``torch.autograd.grad`` of other inputs leaves sums as they are."""
+    main: torch.Tensor = ctx.mains[number]
+    node, _ = ctx.next_functions[number]
+    return main if torch._C._will_engine_execute_node(node) else torch.zeros_like(main)
 
 
 class _Recorded(torch.autograd.Function):
@@ -227,8 +235,21 @@ def record(
 
     Backward of a program made for it adds the gradient of an input to its tensor in `mains`, by the input's number.
     """
+    if mains:  # a node of their own tells whether their gradients are wanted
+        tensors = [_Through.apply(t) if i in mains else t for i, t in enumerate(tensors)]
     outputs: Sequence[torch.Tensor] = _Recorded.apply(program, backend, mains or {}, *tensors)
     return outputs
+
+
+class _Through(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        return gradients[0]
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:

@@ -495,6 +495,28 @@ def test_gradients_add_up_in_main_grads(dtype: torch.dtype, backend: str) -> Non
 
 
 @pytest.mark.parametrize("backend", ["reference", *COMPILED])
+def test_what_is_not_asked_for_adds_nothing_to_main_grads(backend: str) -> None:
+    """The gradient of x alone first, as schedules that split backward have it; then that of the matrices."""
+    experts, device = KINDS["bias"], device_of(backend)
+    given = tensors_for(experts, 13, TOP_K, torch.float32)
+    inputs = {n: t.to(device).requires_grad_(t.is_floating_point()) for n, t in given.items()}
+    cotangent = cotangent_for(13, 24, torch.float32)
+    wanted = exact(experts, given, cotangent)
+    mains = {n: torch.zeros_like(inputs[n]) for n in ("gate_up_proj", "down_proj")}
+    y = mo.compile(experts, backend=backend)(**inputs, main_grads=mains)
+    cotangent = cotangent.to(device)
+    [d_x] = torch.autograd.grad(y, inputs["x"], cotangent, retain_graph=True)
+    assert not any(main.any() for main in mains.values())
+    torch.autograd.grad(y, [inputs[n] for n in mains], cotangent, retain_graph=True, allow_unused=True)
+    found = {"d_x": d_x.cpu(), **{f"d_{n}": main.cpu() for n, main in mains.items()}}
+    check(found, {n: wanted[n] for n in found}, torch.float32)
+    once = {n: main.clone() for n, main in mains.items()}
+    torch.autograd.grad(y, inputs["gate_up_proj"], cotangent, allow_unused=True)
+    assert torch.equal(mains["down_proj"], once["down_proj"])
+    assert not torch.equal(mains["gate_up_proj"], once["gate_up_proj"])
+
+
+@pytest.mark.parametrize("backend", ["reference", *COMPILED])
 def test_a_frozen_matrix_adds_nothing_to_its_main_grad(backend: str) -> None:
     experts, device = KINDS["bias"], device_of(backend)
     inputs = {n: t.to(device) for n, t in tensors_for(experts, 13, TOP_K, torch.float32).items()}
