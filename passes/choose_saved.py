@@ -46,7 +46,7 @@ class ChooseSaved(Pass):
         backward = module.function(forward.name + SUFFIX)
         producer, consumer = _row_program(forward), _row_program(backward)
         if producer is None or consumer is None or producer.region is None or consumer.region is None:
-            return False
+            return _drop_unused(backward)
         _values_from_picks(consumer.region)
         sweep(consumer.region)
 
@@ -77,8 +77,7 @@ class ChooseSaved(Pass):
                 replaced[value].name = value.name
         consumer.region.replace(replaced)
         sweep(backward.body)
-        used = {v for op in backward.body.ops for v in op.operands}
-        backward.body.arguments = [a for a in backward.body.arguments if a in used]
+        _drop_unused(backward)
         kept = ", ".join(handed_over) or "nothing"
         recomputed = sum(1 for v in shared if isinstance(v, OpResult) and v.op in consumer.region.ops)
         inputs = [a.name for a in backward.arguments if a.name in {f.name for f in forward.arguments}]
@@ -88,6 +87,14 @@ class ChooseSaved(Pass):
             f"{', '.join(inputs) or 'no input'}"
         )
         return True
+
+
+def _drop_unused(function: Function) -> bool:
+    """Takes away the arguments that nothing uses: forward need not keep them. Says whether there were any."""
+    used = {v for op in function.body.ops for v in op.operands}
+    before = len(function.body.arguments)
+    function.body.arguments = [a for a in function.body.arguments if a in used]
+    return len(function.body.arguments) < before
 
 
 def _row_program(function: Function) -> RowProgram | None:

@@ -123,9 +123,7 @@ class Prepared:
         self.results = plan.results
         self.read = frozenset(range(len(plan.inputs))) - plan.written
         rows = {declared.type.leading: i for i, declared in reversed(list(enumerate(plan.inputs)))}
-        if "T" not in rows:
-            raise InternalError(f"@{plan.name} has no input with rows")
-        self.tokens_from = rows["T"]
+        self.tokens_from = rows.get("T", -1)
         self.sequences_from = rows.get("N", -1)
         self.slots_from = rows.get("M", -1)
         types = [*(i.type for i in plan.inputs), *(b.type for b in plan.buffers)]
@@ -140,12 +138,15 @@ class Prepared:
         ]
         self.order = runner.order_of(plan)
         self.slots = _slots(plan)
+        counted = {slot.rows for slot in self.slots} | {kind for s in self.steps for kind, *_ in s.arguments}
+        if self.tokens_from < 0 and counted & {"T", "M", "tokens"}:
+            raise InternalError(f"@{plan.name} has no input with rows")
         self.device = device
         self.sized: _Sized | None = None
 
     def run(self, inputs: Sequence[torch.Tensor], stream: int) -> list[torch.Tensor]:
         """Allocates, launches every step on the stream, and gives the results."""
-        tokens = inputs[self.tokens_from].shape[0]
+        tokens = 0 if self.tokens_from < 0 else inputs[self.tokens_from].shape[0]
         sequences = 0 if self.sequences_from < 0 else inputs[self.sequences_from].shape[0]
         sized = self.sized
         if sized is None or sized.tokens != tokens or sized.sequences != sequences:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from moesaic.ir.core import Function
-from moesaic.ir.errors import UnsupportedError
+from moesaic.ir.errors import InternalError, UnsupportedError
 from moesaic.ir.types import Affine, Dim
 from moesaic.runtime.execute import RUNNERS
 from moesaic.runtime.plan import made_slots
@@ -141,8 +141,10 @@ def _reversal(program_key: str, given: tuple[int, ...]) -> _Reversal:
             operands.append(("saved", recording.names.index(argument.name)))
         elif argument.name in made:  # written into
             operands.append(("main", inputs.index(argument.name.removeprefix("main_"))))
-        else:
+        elif argument.name.removeprefix("d_") in names:
             operands.append(("cotangent", recording.results.index(argument.name.removeprefix("d_"))))
+        else:
+            raise InternalError(f"{backward.name if backward else ''} takes {argument.name}, which forward does not keep")
     gradients = tuple(made.get(f"d_{n}", -1) for n in inputs)
     zeros = tuple(g < 0 and n in reached and f"main_{n}" not in made for n, g in zip(inputs, gradients, strict=True))
     return _Reversal(names, tuple(operands), gradients, zeros)

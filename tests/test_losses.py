@@ -210,6 +210,29 @@ def test_gradients_of_weights_and_losses_add_up(backend: str) -> None:
     assert_close("sum of separate backward passes", gradient(weight=1.0, balance=1.0, z=1.0), alone, EXACT)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_only_expert(name: str, score: str, backend: str) -> None:
+    """Its share is 1 whatever its logit, so that backward of most losses has no row to read: it reads none."""
+    loss, device = LOSSES[name], device_of(backend)
+    x = torch.randn(2 if "first" in name else 1, 3, 1, generator=torch.Generator().manual_seed(5))
+    logits = x.to(device, copy=True).requires_grad_()
+    number = torch.tensor(5.0, device=device, requires_grad=True)
+    router = mo.Router(1, 1, score=score, losses={"it": loss})
+    r = mo.compile(router, backend=backend)(logits, **({"num_tokens": number} if "given" in name else {}))
+    r.losses["it"].backward()
+    assert logits.grad is not None
+    expected, gradient = {"z": (0.1 * x.square().mean(), 0.2 * x / 3), "entropy": (torch.zeros(()), 0 * x)}.get(
+        name, (torch.tensor(loss.coef), 0 * x)
+    )
+    if "given" in name:
+        expected = expected * 9 / 25
+        assert number.grad is not None and number.grad.item() == pytest.approx(-2 * loss.coef * 9 / 125)
+    assert r.losses["it"].item() == pytest.approx(expected.item(), abs=1e-6)
+    assert (logits.grad.cpu() - gradient).abs().max() < 1e-6
+
+
 @pytest.mark.parametrize("backend", COMPILED)
 def test_a_loss_of_your_own_trains_through_sums_of_scores(backend: str) -> None:
     generator = torch.Generator().manual_seed(1)

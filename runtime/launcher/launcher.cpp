@@ -246,7 +246,7 @@ struct Plan {
     c10::Device device = c10::kCPU;
     Driver driver;
     int inputs = 0;
-    int tokens_from = 0;      // the input whose rows are the tokens
+    int tokens_from = -1;     // the input whose rows are the tokens, or -1
     int sequences_from = -1;  // that whose rows are the sequences, or -1
     int slots_from = -1;      // that whose rows are slots, or -1; then there are so many a token, and some more
     int64_t slots_per_token = 0;
@@ -416,7 +416,7 @@ PyObject* describe(const std::optional<TensorBoxes>& boxes) {
 // Allocates and launches. `operands` has the inputs, and room for the buffers.
 Outcome run(const Plan& plan, Operand* operands, c10::SmallVectorImpl<at::TensorBase>& made) {
     const int64_t sequences = plan.sequences_from < 0 ? 0 : operands[plan.sequences_from].rows;
-    const int64_t tokens = operands[plan.tokens_from].rows;
+    const int64_t tokens = plan.tokens_from < 0 ? 0 : operands[plan.tokens_from].rows;
     const int64_t slots =
         plan.slots_from < 0 ? plan.slots_per_token * tokens + plan.more_slots : operands[plan.slots_from].rows;
     const Call call{operands, tokens, sequences, slots};
