@@ -149,7 +149,8 @@ class Router:
             experts like others: wherever E stands above for a length (of the logits, of counts), it is E + Z.
         shared_experts: S columns more, after the experts, for experts that every token goes to: they are never picked,
             and weights [T, K + S] have theirs after those of the picks, divided with these. Wherever E stands for a
-            length, it is E + S; a selection bias is not used there.
+            length, it is E + S; a selection bias is not used there. Losses and ``score_sums`` are about the E that can
+            be picked, and so are `update_bias` and `load_metrics`: give them ``bias[:E]`` and ``counts[:E]``.
 
     Raises:
         InputError: an argument, or a combination of them, that has no meaning.
@@ -465,12 +466,15 @@ class _Declaration:
                 score=score if score.arguments else score.name,
                 named="allowed",
             )
-        if router.shared_experts:
-            allowed = b.op("row.first", selection, n=router.num_experts)
-        if self.mask is not None:
-            allowed = self.mask if allowed is None else create_one("math.and", self.mask, allowed)
+        return self._topk_among(ranked, allowed)
+
+    def _topk_among(self, ranked: Value, allowed: Value | None) -> tuple[Value, Value]:
+        """The K best of a token that counts, among those that are allowed and can be picked."""
+        for also in (self.routed, self.mask):
+            if also is not None:
+                allowed = also if allowed is None else create_one("math.and", also, allowed)
         among = () if allowed is None else (allowed,)
-        values, indices = b.op("row.topk", self.ranked_as.get(ranked, ranked), *among, k=router.top_k)
+        values, indices = self.b.op("row.topk", self.ranked_as.get(ranked, ranked), *among, k=self.router.top_k)
         return values, indices
 
     def _score(self, x: Value) -> Value:
@@ -489,6 +493,13 @@ class _Declaration:
     def scores(self) -> Value:
         """s(x) over all experts."""
         return self._score(self.logits)
+
+    @functools.cached_property
+    def routed(self) -> Value | None:
+        """Which columns can be picked, where there are shared experts besides."""
+        if not self.router.shared_experts:
+            return None
+        return _op(self.b, "row.first", self.logits, n=self.router.num_experts)
 
     @functools.cached_property
     def logsumexp(self) -> Value:
@@ -525,11 +536,18 @@ class _Declaration:
 
     @functools.cached_property
     def normalized(self) -> Value:
-        """Scores over all experts, divided by their sum; 0 for masked tokens."""
+        """Scores over all experts that can be picked, divided by their sum; 0 elsewhere, and for masked tokens."""
         scores = self.scores
-        if not (isinstance(scores, OpResult) and isinstance(scores.op, row.Softmax)):
-            scores = _op(self.b, "row.normalize", scores)
-        return self._masked(scores)
+        if isinstance(scores, OpResult) and isinstance(scores.op, row.Softmax):
+            return self._masked(scores if self.routed is None else self._softmax_of_routed())
+        if self.routed is not None:
+            scores = math.select(self.routed, scores, 0.0)
+        return self._masked(_op(self.b, "row.normalize", scores))
+
+    def _softmax_of_routed(self) -> Value:
+        """The softmax over the experts that can be picked, however large the logits of others are."""
+        among = self.logits if self.routed is None else math.select(self.routed, self.logits, float("-inf"))
+        return create_one("row.softmax", among)
 
     def _loss(self, loss: Loss) -> Value:
         if isinstance(loss, LoadBalance):
@@ -542,9 +560,8 @@ class _Declaration:
         b, k = self.b, self.router.top_k
         scores, indices = self.normalized, self.indices
         if loss.convention == "transformers":
-            scores = self._masked(create_one("row.softmax", self.logits))
-            among = () if self.mask is None else (self.mask,)
-            _, indices = b.op("row.topk", self.ranked_as.get(self.biased, self.biased), *among, k=k)
+            scores = self._masked(self._softmax_of_routed())
+            _, indices = self._topk_among(self.biased, None)
         by: tuple[Value, ...] = ()
         if loss.segments is not None:
             assert self.sequences is not None
@@ -555,6 +572,9 @@ class _Declaration:
             tokens: Value = known[0] if known else b.input("num_tokens", tensor(DType.F32))
         else:
             tokens = self.tokens_by_sequence if by else self.tokens
+        coef = float(loss.coef)
+        if self.routed is not None:  # the op's factor E is the number of columns
+            coef *= self.router.num_experts / self.experts
         return _op(
             b,
             "moe.load_balance_loss",
@@ -562,7 +582,7 @@ class _Declaration:
             counts,
             tokens,
             *by,
-            coef=float(loss.coef),
+            coef=coef,
             top_k=1 if loss.convention == "transformers" else k,
             segments=loss.segments,
         )

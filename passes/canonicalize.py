@@ -12,6 +12,9 @@ from moesaic.ir.ops import math, row
 from moesaic.passes.manager import Pass, PassContext
 from moesaic.passes.rewriting import in_every_block, inserting_before, replace_op
 
+_NEGLIGIBLE = 1e-6
+"""What a divisor may have added, or be at least, and still be the sum itself for any weight that counts."""
+
 
 @dataclass(frozen=True)
 class Canonicalize(Pass):
@@ -101,6 +104,8 @@ def _normalize(op: Op, context: PassContext) -> Value | None:
     """One weight divided by itself is 1 (0 stays 0, NaN and infinity give NaN): no gradient reaches the router."""
     assert isinstance(op, row.Normalize | row.LpNormalize)
     if op.x.type.shape[-1] != 1:
+        return None
+    if isinstance(op, row.Normalize) and max(op.eps, op.min) > _NEGLIGIBLE:
         return None
     _warn(
         context,

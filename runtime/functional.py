@@ -49,7 +49,7 @@ def backend_for(dtype: torch.dtype, asked: str = "auto") -> str:
 
 
 def as_counts(name: str, counts: object, rows: torch.Tensor) -> torch.Tensor:
-    """Counts of any type of numbers, as int32, or as float32 (float64 beside float64 rows).
+    """Counts of any type of numbers, as int32, or as float32 (float64 beside float64 rows) where they may not fit.
 
     Raises:
         InputTypeError: they are no tensor.
@@ -59,9 +59,9 @@ def as_counts(name: str, counts: object, rows: torch.Tensor) -> torch.Tensor:
         raise InputTypeError(f"{name} must be a tensor, found {type(counts).__name__}")
     if counts.dtype == torch.bool or counts.dtype.is_complex:
         raise InputError(f"{name} must be integers or floats, found {str(counts.dtype).removeprefix('torch.')}")
-    if counts.dtype.is_floating_point:
-        return counts.detach().to(torch.float64 if rows.dtype == torch.float64 else torch.float32)
-    return counts.int()
+    if counts.dtype in (torch.uint8, torch.int8, torch.int16, torch.int32):
+        return counts.int()
+    return counts.detach().to(torch.float64 if rows.dtype == torch.float64 else torch.float32)
 
 
 def normalized(score: Score, eps: float = 0.0) -> Score:

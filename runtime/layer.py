@@ -184,7 +184,7 @@ class CompiledLayer(LayerViews):
         else:
             leading = logits.shape[:-1]
             results = [
-                o.reshape(*leading, *o.shape[1:]) if rows else o
+                o.reshape((*leading, *o.shape[1:])) if rows else o
                 for o, rows in zip(outputs, signature.has_rows, strict=False)
             ]
         return self._named(results)

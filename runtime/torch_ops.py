@@ -144,7 +144,7 @@ def _reversal(program_key: str, given: tuple[int, ...]) -> _Reversal:
         elif argument.name.removeprefix("d_") in names:
             operands.append(("cotangent", recording.results.index(argument.name.removeprefix("d_"))))
         else:
-            raise InternalError(f"{backward.name if backward else ''} takes {argument.name}, which forward does not keep")
+            raise InternalError(f"backward of {', '.join(names)} takes {argument.name}, which forward does not keep")
     gradients = tuple(made.get(f"d_{n}", -1) for n in inputs)
     zeros = tuple(g < 0 and n in reached and f"main_{n}" not in made for n, g in zip(inputs, gradients, strict=True))
     return _Reversal(names, tuple(operands), gradients, zeros)

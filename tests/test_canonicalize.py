@@ -74,6 +74,10 @@ def test_normalising_one_pick_is_constant():
     assert changed
     [warning] = context.warnings
     assert "row.normalize over one pick is the constant 1" in warning and "leave the normalisation out" in warning
+    for kept in ({"eps": 0.1}, {"min": 0.5}):  # the divisor is not the weight
+        assert not mo.compile(mo.Router(4, 1, score="sigmoid", renormalize=mo.norm.sum(**kept))).warnings
+    [warning] = mo.compile(mo.Router(4, 1, score="sigmoid", renormalize=mo.norm.sum(eps=1e-20))).warnings
+    assert "is the constant 1" in warning
     file_check(
         m,
         """

@@ -108,6 +108,18 @@ def test_scores_of_ones_own() -> None:
 # Losses ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.int16, torch.float32])
+def test_counts_of_any_type(dtype: torch.dtype) -> None:
+    """Many batches' counts exceed 2^31."""
+    scores = torch.softmax(normal(4, 8), -1).detach()
+    largest = 2**33 if dtype in (torch.int64, torch.float32) else 100
+    counts = torch.full((8,), largest, dtype=dtype)
+    counts[0] = largest // 4
+    found = mo.load_balance_loss(scores, counts, top_k=2, num_tokens=2**33)
+    wanted = 8 / (2 * 2.0**66) * (scores.double().sum(0) * counts.double()).sum()
+    assert found.item() == pytest.approx(wanted.item(), rel=1e-5) and wanted > 0
+
+
 def balance(
     scores: torch.Tensor,
     counts: torch.Tensor,

@@ -233,6 +233,35 @@ def test_the_only_expert(name: str, score: str, backend: str) -> None:
     assert (logits.grad.cpu() - gradient).abs().max() < 1e-6
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("name", ["balance", "like transformers", "batch first", "entropy"])
+def test_losses_are_about_experts_that_can_be_picked(name: str, score: str, backend: str) -> None:
+    """Columns of shared experts, which every token goes to, do not count and have no gradient, whatever they hold."""
+    loss, generator = LOSSES[name], torch.Generator().manual_seed(6)
+    x = torch.randn(2, 7, 7, generator=generator)
+    x[..., 5:] += 90.0
+    mask = torch.rand(2, 7, generator=generator) < 0.7
+    outputs = ("weights", "indices", "counts", "score_sums")
+    router = mo.Router(5, 2, score=score, shared_experts=2, losses={"it": loss}, outputs=outputs)
+    device = device_of(backend)
+    logits = x.to(device, copy=True).requires_grad_()
+    r = mo.compile(router, backend=backend)(logits, token_mask=mask.to(device))
+    r.losses["it"].backward()
+    assert not r.counts[5:].any() and not r.score_sums[5:].any() and (r.score_sums[:5] > 0).all()
+
+    leaf = x.detach().double().requires_grad_()
+    own = leaf[..., :5].flatten(0, 1)  # shares of a softmax over all columns are a softmax over these
+    parts = (own, own.topk(2).indices, mask.flatten())
+    every = zip(*(t.unflatten(0, (2, -1)) for t in parts), strict=True) if name == "batch first" else [parts]
+    expected = torch.stack([oracle(loss, *part, score) for part in every]).mean()
+    expected.backward()
+    assert_close("loss", r.losses["it"].reshape(1), expected.reshape(1), EXACT)
+    assert logits.grad is not None and leaf.grad is not None
+    assert_close("gradient", logits.grad, leaf.grad, GRADIENT)
+    assert not logits.grad[..., 5:].any()
+
+
 @pytest.mark.parametrize("backend", COMPILED)
 def test_a_loss_of_your_own_trains_through_sums_of_scores(backend: str) -> None:
     generator = torch.Generator().manual_seed(1)

@@ -128,6 +128,17 @@ def test_bitmap_is_the_map_in_bits(experts: int, picks: int, dtype: str, backend
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_one_token_without_a_dimension_of_tokens(backend: str) -> None:
+    router = mo.Router(12, 2, outputs=("weights", "indices", "probs", "bitmap", "logsumexp", "counts"))
+    logits = normal(31, 12).to(device_of(backend))
+    layer = mo.compile(router, backend=backend)
+    one, row = layer(logits[0]), layer(logits[:1])
+    for found, wanted in zip(one, row, strict=True):
+        assert torch.equal(found, wanted if found is one.counts else wanted[0])
+    assert one.logsumexp.shape == () and one.weights.shape == (2,) and one.logsumexp.item() != 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_bitmap_keeps_leading_dimensions(backend: str) -> None:
     router = mo.Router(12, 2, outputs=("bitmap", "indices", "logsumexp"))
     r = mo.compile(router, backend=backend)(normal(30, 12).reshape(2, 3, 5, 12).to(device_of(backend)))
