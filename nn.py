@@ -12,7 +12,7 @@ from typing import Any, Self, Unpack
 
 import torch
 
-from moesaic.ir.errors import InputError
+from moesaic.ir.errors import InputError, InputTypeError
 from moesaic.ir.moe import MoE
 from moesaic.ir.types import DType
 from moesaic.runtime.compile import Options, compile
@@ -21,8 +21,9 @@ from moesaic.runtime.reference import TORCH_DTYPES
 
 __all__ = ["LoadTracker", "MoELayer"]
 
-_GATES = ("gate.", "router.")
-_SHARED = ("shared_experts.", "shared_expert.")
+_GATES = ("gate.", "router.", "router.gate.", "gate.wg.")
+_BIASES = ("e_score_correction_bias", "gate.moe_statics.e_score_correction_bias", "expert_bias")
+_SHARED = ("shared_experts.", "shared_expert.", "shared_mlp.")
 
 
 class MoELayer(torch.nn.Module):
@@ -57,6 +58,8 @@ class MoELayer(torch.nn.Module):
         **options: Unpack[Options],
     ) -> None:
         super().__init__()
+        if not isinstance(moe, MoE):
+            raise InputTypeError(f"MoELayer takes a moesaic.MoE, found {type(moe).__name__}")
         self.moe = moe
         self.std = std
         self.main_grads = main_grads
@@ -96,7 +99,13 @@ class MoELayer(torch.nn.Module):
         Args:
             x: [..., H].
             inputs: ``token_mask`` [...], ``residual`` [..., H], ``num_tokens``, ``indices``, where there are any.
+
+        Raises:
+            InputError: an input does not fit, or is the layer's own.
         """
+        for name in inputs:
+            if name in self.moe.parameters or name in self._state:
+                raise InputError(f"the layer has a {name} of its own: leave it out, or set layer.{name}")
         own = {n: getattr(self, n) for n in self.moe.parameters}
         own |= {n: getattr(self, n).float() for n in self._state}  # which FSDP2 casts for a pass, if it casts all
         if "router_scale" in own:
@@ -124,14 +133,17 @@ class MoELayer(torch.nn.Module):
         )
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        # To another device they go, to another type they do not.
-        kept = {n: getattr(self, n).detach().clone() for n in self._state if not getattr(self, n).is_meta}
+        # To another device they go, to another type they do not; nor do their gradients.
+        own = [getattr(self, n) for n in self._state]
+        kept = [None if t.is_meta else t.detach().clone() for t in own]
+        gradients = [None if t.grad is None else t.grad.detach().clone() for t in own]
         super()._apply(fn, recurse)
-        for name in self._state:
+        for name, value, gradient in zip(self._state, kept, gradients, strict=True):
             moved = getattr(self, name)
             if moved.dtype != torch.float32:
-                value = kept[name].to(moved.device) if name in kept else moved.float()
-                moved.data = value
+                moved.data = moved.float() if value is None else value.to(moved.device)
+                if gradient is not None:
+                    moved.grad = gradient.to(moved.device)
         return self
 
     # ------------------------------------------------------------------------------------------------------- state
@@ -144,7 +156,10 @@ class MoELayer(torch.nn.Module):
             shared: what it calls its shared expert: ``shared_experts`` or ``shared_expert``.
         """
         made: dict[str, torch.Tensor] = {}
+        declared = self.moe.shared
         for name, tensor in self.state_dict().items():
+            if name.startswith("shared_") and name != "shared_gate" and declared is not None and declared.transposed:
+                tensor = tensor.mT
             if name == "gate_weight":
                 made[f"{gate}.weight"] = tensor
             elif name == "gate_bias":
@@ -154,7 +169,8 @@ class MoELayer(torch.nn.Module):
             elif name == "shared_gate":
                 made["shared_expert_gate.weight"] = tensor
             elif name == "shared_gate_up_proj":
-                halves = tensor.chunk(2)
+                interleaved = declared is not None and declared.interleaved
+                halves = tensor.unflatten(0, (-1, 2)).unbind(1) if interleaved else tensor.chunk(2)
                 made |= {f"{shared}.{n}.weight": t for n, t in zip(("gate_proj", "up_proj"), halves, strict=True)}
             elif name.startswith("shared_"):
                 made[f"{shared}.{name.removeprefix('shared_')}.weight"] = tensor
@@ -205,29 +221,23 @@ class LoadTracker:
         self.passes: dict[str, torch.Tensor] = {}
         for name, layer in self.layers.items():
             self._begin(name, layer.gate_weight.device)
-        self._hooks = [m.register_forward_hook(self._hook(name)) for name, m in self.layers.items()]
+        self._hooks = [m.register_forward_hook(_Counting(self, name)) for name, m in self.layers.items()]
 
+    @torch.inference_mode(False)  # these are written to outside of it as well
     def _begin(self, name: str, device: torch.device) -> None:
         moe = self.layers[name].moe
         self.counts[name] = torch.zeros(moe.router.num_experts, dtype=torch.int64, device=device)
-        self.losses[name] = {loss: torch.zeros((), device=device) for loss in moe.losses}
+        self.losses[name] = {loss: torch.zeros((), dtype=torch.float32, device=device) for loss in moe.losses}
         self.passes[name] = torch.zeros((), dtype=torch.int64, device=device)
 
-    def _hook(self, name: str) -> Callable[[torch.nn.Module, Any, Any], None]:
-        def add(module: torch.nn.Module, inputs: Any, result: Any) -> None:
-            if not module.training:
-                return
-            # A forward pass within backward is a repeated one. What torch.compile repeats, it does not trace again.
-            if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
-                return
-            if self.counts[name].device != result.counts.device:  # the model has moved: another window
-                self._begin(name, result.counts.device)
-            self.counts[name].add_(result.counts.detach())
-            self.passes[name].add_(1)
-            for loss, total in self.losses[name].items():
-                total.add_(result.losses[loss].detach())
-
-        return add
+    def _add(self, name: str, result: Any) -> None:
+        """Adds a pass to a layer's sums."""
+        if self.counts[name].device != result.counts.device:  # the model has moved: another window
+            self._begin(name, result.counts.device)
+        self.counts[name].add_(result.counts.detach())
+        self.passes[name].add_(1)
+        for loss, total in self.losses[name].items():
+            total.add_(result.losses[loss].detach())
 
     def metrics(self) -> dict[str, LoadMetrics]:
         """For each layer what ``moesaic.load_metrics`` says of its counts, as tensors: nothing is synchronised."""
@@ -277,8 +287,30 @@ class LoadTracker:
         return iter(self.layers)
 
 
+class _Counting:
+    """A layer's hook, which adds its passes to a tracker's sums. In a copy of the layer, or one that was saved and
+    loaded, it is nobody's."""
+
+    def __init__(self, tracker: LoadTracker | None = None, name: str = "") -> None:
+        self.tracker = tracker
+        self.name = name
+
+    def __call__(self, module: torch.nn.Module, inputs: Any, result: Any) -> None:
+        if self.tracker is None or not module.training:
+            return
+        # A forward pass within backward is a repeated one. What torch.compile repeats, it does not trace again.
+        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
+            self.tracker._add(self.name, result)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Counting:
+        return _Counting()
+
+    def __reduce__(self) -> tuple[type[_Counting], tuple[()]]:
+        return _Counting, ()
+
+
 def _rename(layer: MoELayer, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Brings names of transformers' blocks to ours, in place."""
+    """Brings names and layouts of transformers' blocks to ours, and what stays float32 to that, in place."""
     found = {k.removeprefix(prefix) for k in state if k.startswith(prefix)}
 
     def move(theirs: str, ours: str) -> None:
@@ -291,20 +323,27 @@ def _rename(layer: MoELayer, state: dict[str, Any], prefix: str, *_: Any) -> Non
         move(f"{gate}e_score_correction_bias", "bias")
         move(f"{gate}expert_scale", "expert_scale")
         move(f"{gate}router_scale", "router_scale")
-    move("e_score_correction_bias", "bias")
-    if f"{prefix}router_scale" in state:  # one number, whatever its shape
-        state[f"{prefix}router_scale"] = state[f"{prefix}router_scale"].reshape(1)
+    for bias in _BIASES:
+        move(bias, "bias")
+    for name in layer._state:
+        if prefix + name in state:
+            tensor, shape = state[prefix + name].float(), getattr(layer, name).shape
+            # A row of numbers, or one number, may have dimensions of 1 besides.
+            state[prefix + name] = tensor.reshape(shape) if tensor.numel() == shape.numel() else tensor
     move("shared_expert_gate.weight", "shared_gate")
     for name in [n for n in found if n.startswith("experts.")]:
         move(name, name.removeprefix("experts."))
     declared = layer.moe.shared
+    if declared is None:
+        return
     for shared in _SHARED:
-        halves = [f"{prefix}{shared}{n}.weight" for n in ("gate_proj", "up_proj")]
-        if declared is not None and declared.gated and not declared.separate and all(h in state for h in halves):
-            state[f"{prefix}shared_gate_up_proj"] = torch.cat([state.pop(h) for h in halves])
-        for name in ("gate_proj", "up_proj", "down_proj"):
-            if f"{prefix}{shared}{name}.weight" in state:
-                state[f"{prefix}shared_{name}"] = state.pop(f"{prefix}{shared}{name}.weight")
+        names = ("gate_proj", "up_proj", "down_proj")
+        given = {n: state.pop(f"{prefix}{shared}{n}.weight") for n in names if f"{prefix}{shared}{n}.weight" in state}
+        if declared.gated and not declared.separate and {"gate_proj", "up_proj"} <= given.keys():
+            halves = given.pop("gate_proj"), given.pop("up_proj")
+            given["gate_up_proj"] = torch.stack(halves, 1).flatten(0, 1) if declared.interleaved else torch.cat(halves)
+        for name, tensor in given.items():
+            state[f"{prefix}shared_{name}"] = tensor.mT.contiguous() if declared.transposed else tensor
 
 
 def _parameter(shape: list[int], dtype: torch.dtype, device: torch.device | str | None) -> torch.nn.Parameter:

@@ -9,6 +9,7 @@ import pickle
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import parallel_layers
@@ -19,7 +20,7 @@ from routing import BACKENDS, device_of
 from torch.utils.checkpoint import checkpoint
 
 import moesaic as mo
-from moesaic.ir.errors import InputError
+from moesaic.ir.errors import InputError, InputTypeError
 
 LEARNED = mo.MoE(
     mo.Router(E, K, gate_bias=True, expert_scale=True, router_scale=True), mo.Experts(E, H, INNER, bias=True)
@@ -136,6 +137,68 @@ def test_checkpoints_of_transformers(model: str) -> None:
     )
     other.load_state_dict(layer.hf_state_dict(**names))
     torch.testing.assert_close(other.eval()(x), block(x), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_checkpoints_whatever_the_layout(separate: bool, interleaved: bool, transposed: bool) -> None:
+    """A shared expert's matrices in a checkpoint are those of three linear modules."""
+    if separate and interleaved:
+        pytest.skip("there is nothing to alternate")
+    plain = layer_of(mo.MoE(mo.Router(8, 3), mo.Experts(8, H, INNER), shared=mo.SharedExpert(10)))
+    shared = mo.SharedExpert(10, separate=separate, interleaved=interleaved, transposed=transposed)
+    layer = mo.nn.MoELayer(replace(plain.moe, shared=shared))
+    theirs = plain.hf_state_dict()
+    assert {n: tuple(t.shape) for n, t in theirs.items() if n.startswith("shared")} == {
+        "shared_experts.gate_proj.weight": (10, H),
+        "shared_experts.up_proj.weight": (10, H),
+        "shared_experts.down_proj.weight": (H, 10),
+    }
+    layer.load_state_dict(dict(theirs))
+    torch.testing.assert_close(layer(rows(7)).hidden, plain(rows(7)).hidden, rtol=1e-5, atol=1e-5)
+    back = layer.hf_state_dict()
+    assert back.keys() == theirs.keys() and all(torch.equal(back[n], theirs[n]) for n in theirs)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_checkpoints_in_bf16(assign: bool) -> None:
+    """What a router learns is float32 afterwards, too, and can be moved."""
+    moe = replace(LEARNED, router=replace(LEARNED.router, selection_bias=True))
+    layer = layer_of(moe, dtype=torch.bfloat16)
+    narrow = {n: t.bfloat16() for n, t in layer.hf_state_dict().items()}
+    narrow["gate.e_score_correction_bias"] = narrow["gate.e_score_correction_bias"][None]  # as ernie has it
+    narrow["gate.moe_statics.e_score_correction_bias"] = narrow.pop("gate.e_score_correction_bias")
+    other = mo.nn.MoELayer(moe, dtype=torch.bfloat16)
+    tracker = mo.nn.LoadTracker(other)
+    other.load_state_dict(narrow, assign=assign)
+    for name in ("bias", "gate_bias", "expert_scale", "router_scale"):
+        assert getattr(other, name).dtype == torch.float32 and getattr(other, name).shape == getattr(layer, name).shape
+    other(rows(9).bfloat16())
+    tracker.update_biases(1e-3)
+    assert other.bias.any()
+    with pytest.raises(RuntimeError, match="size mismatch for bias"):
+        other.load_state_dict({**layer.state_dict(), "bias": torch.zeros(3)})
+
+
+def test_gradients_move_with_what_stays_float32() -> None:
+    layer = layer_of(LEARNED)
+    layer(rows(9)).hidden.square().sum().backward()
+    wanted = {n: p.grad.clone() for n, p in layer.named_parameters()}
+    layer.bfloat16()
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad.dtype == parameter.dtype
+        assert torch.equal(parameter.grad, wanted[name].to(parameter.dtype)) and parameter.grad.any()
+    torch.optim.AdamW(layer.parameters(), foreach=True).step()
+
+
+def test_what_a_layer_does_not_take() -> None:
+    with pytest.raises(InputTypeError, match=r"MoELayer takes a moesaic\.MoE, found Router"):
+        mo.nn.MoELayer(mo.Router(4, 2))
+    layer = layer_of(BIASED)
+    for name in ("bias", "gate_weight"):
+        with pytest.raises(InputError, match=f"the layer has a {name} of its own"):
+            layer(rows(3), **{name: torch.zeros(E)})
 
 
 @pytest.mark.emulate
@@ -316,6 +379,19 @@ def test_main_grads() -> None:
         torch.testing.assert_close(parameter.grad if held is None else held, wanted, rtol=1e-4, atol=1e-5)
 
 
+def test_copies_count_for_nobody(tmp_path: Path) -> None:
+    model = torch.nn.ModuleDict({"a": layer_of(BIASED)})
+    with torch.inference_mode():
+        tracker = mo.nn.LoadTracker(model)
+    torch.save(model, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    wanted = model["a"](rows(9)).counts
+    for other in (copy.deepcopy(model), loaded, pickle.loads(pickle.dumps(model))):
+        assert torch.equal(other["a"](rows(9)).counts, wanted)
+    assert tracker.passes["a"].item() == 1 and torch.equal(tracker.counts["a"], wanted.long()) and wanted.any()
+    assert {loss.dtype for loss in tracker.losses["a"].values()} == {torch.float32}
+
+
 def test_a_tracker_counts_once_and_moves_biases() -> None:
     model = torch.nn.ModuleDict({"first": layer_of(BIASED), "second": layer_of(BIASED)})
     tracker = mo.nn.LoadTracker(model)
@@ -393,4 +469,4 @@ def test_in_a_forked_process() -> None:
     process.join(timeout=60)
     assert process.exitcode == 0
     for a, b in zip(results, wanted, strict=True):
-        torch.testing.assert_close(torch.from_numpy(a), b, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(torch.from_numpy(a), b, rtol=1e-4, atol=1e-5)  # fewer threads add up in other orders
