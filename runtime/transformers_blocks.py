@@ -13,7 +13,7 @@ import functools
 import inspect
 import logging
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -34,6 +34,7 @@ from moesaic.runtime.transformers_experts import (
     declared,
     experts_forward,
     parameters_of,
+    plain_attributes,
     plan_of,
 )
 from moesaic.runtime.transformers_families import (
@@ -52,6 +53,9 @@ from moesaic.runtime.transformers_families import (
 _log = logging.getLogger("moesaic.hf")
 
 _PLAN = "_moesaic_block"
+_CHANGING = "_moesaic_changing_hooks"
+_CHANGED_BY_HOOK = "a hook on its router's module changes what that found"
+_GONE = object()
 _FOUND = ("weights", "indices")
 _LEARNED = ("gate_bias", "expert_scale", "router_scale")
 _SMALL = ("bias", *_LEARNED)
@@ -78,6 +82,13 @@ class Options:
     allow_tf32: bool = False
 
 
+Attributes = tuple[tuple[str, Any], ...]
+"""Names and values of plain attributes of a module."""
+
+Numbers = tuple[tuple[str, Attributes], ...]
+"""The same of several parts, by their names."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """What a block runs as.
@@ -91,10 +102,12 @@ class Plan:
         mean: whether y is the mean of the routed and the shared output.
         places: where the inputs of the layers are.
         parts: the parts of the block that are not called any more, and their classes.
+        numbers: of the block and these parts, the plain attributes that it was read from, by the parts' names.
         options: how the layers are compiled.
         layers: ``moe`` gives y, ``told`` also what the router found; ``route`` and ``experts`` are for where they are
             apart.
-        read, watched: `places` and `parts`, with paths taken apart.
+        read, watched: `places`, and `parts` with their numbers, with paths taken apart.
+        own: numbers of the block itself.
     """
 
     family: Family
@@ -107,9 +120,11 @@ class Plan:
     places: tuple[tuple[str, Place], ...]
     parts: tuple[tuple[str, type], ...]
     options: Options
+    numbers: Numbers = field(default=(), repr=False, compare=False)  # layers alike may differ in their place
     layers: Mapping[str, Any] = field(init=False, repr=False, compare=False)
     read: tuple[tuple[str, Any], ...] = field(init=False, repr=False, compare=False)
-    watched: tuple[tuple[tuple[str, ...], str, type], ...] = field(init=False, repr=False, compare=False)
+    watched: tuple[tuple[tuple[str, ...], str, type, Attributes], ...] = field(init=False, repr=False, compare=False)
+    own: Attributes = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         options = vars(self.options)
@@ -125,7 +140,10 @@ class Plan:
         object.__setattr__(self, "layers", made)
         read = tuple((n, tuple(p.split(".")) if isinstance(p, str) else p) for n, p in self.places)
         object.__setattr__(self, "read", read)
-        object.__setattr__(self, "watched", tuple((tuple(n.split(".")), n, kind) for n, kind in self.parts))
+        numbers = dict(self.numbers)
+        watched = ((tuple(n.split(".")), n, kind, numbers.get(n, ())) for n, kind in self.parts)
+        object.__setattr__(self, "watched", tuple(watched))
+        object.__setattr__(self, "own", numbers.get("", ()))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Plan, tuple(getattr(self, f.name) for f in fields(self) if f.init)
@@ -183,8 +201,16 @@ def _read(block: nn.Module, family: Family, options: Options) -> Plan:
         beside = shared is None
         whole = whole and not (mean and beside)
     calls = (*family.calls, *((family.shared, family.shared_gate) if beside else ()))
-    parts = tuple((n, _kind_of(m)) for n, m in block.named_modules() if n and n.split(".")[0] not in calls)
-    return Plan(family, router, experts, shared, beside, whole, mean, tuple(places), parts, options)
+    read = {n: m for n, m in block.named_modules() if n.split(".")[0] not in calls or not n}
+    parts = tuple((n, _kind_of(m)) for n, m in read.items() if n)
+    numbers = tuple((n, plain_attributes(m, but=_read_anew(family, n))) for n, m in read.items())
+    return Plan(family, router, experts, shared, beside, whole, mean, tuple(places), parts, options, numbers)
+
+
+def _read_anew(family: Family, name: str) -> tuple[str, ...]:
+    """Attributes of a part that each call reads."""
+    path, _, attribute = family.jitter.rpartition(".")
+    return (attribute,) if path == name else ()
 
 
 def _has(root: Any, path: str) -> bool:
@@ -260,14 +286,14 @@ def _shared(block: Any, family: Family) -> tuple[SharedExpert | None, list[tuple
     def between(x: torch.Tensor) -> torch.Tensor:
         """What it does between its products: its layers are given identities for weights."""
         wide = x.shape[1] // 2 if gated else x.shape[1]
-        eye = torch.eye(x.shape[1])
-        weights = {"down_proj.weight": torch.eye(wide)}
+        eye = torch.eye(x.shape[1], dtype=torch.float32, device="cpu")
+        weights = {"down_proj.weight": eye[:wide, :wide]}
         weights |= dict(zip((f"{n}.weight" for n in ups), eye.split(wide) if len(ups) == 2 else (eye,), strict=True))
         y: torch.Tensor = torch.func.functional_call(module, weights, (x,))
         return y
 
     try:
-        between(torch.zeros(1, 16))
+        between(torch.zeros(1, 16, dtype=torch.float32, device="cpu"))
     except _FAILURES:  # it needs more than rows
         return None, []
     for activation, gating in _shared_candidates(module, gated):
@@ -312,6 +338,7 @@ class Replaced:
 
     _kind: type[nn.Module]
     _first: str
+    _signature: inspect.Signature
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Such a class is made in each process; copies and pickles name what it is made from.
@@ -326,6 +353,8 @@ class Block(Replaced):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         plan: Plan = getattr(self, _PLAN)
+        if (len(args) != 1 or kwargs) and not torch.compiler.is_compiling():
+            self._signature.bind(self, *args, **kwargs)  # as a call of the block's own forward would
         why, tensors = ready(self, plan)
         if why is None:
             hidden_states, *others = args or (kwargs[self._first],)
@@ -333,7 +362,8 @@ class Block(Replaced):
             changed, result = _run(self, plan, tensors, hidden_states, *others, **rest)
             if not changed:
                 return result
-            why = "a hook on its router's module changes what that found"
+            why = _CHANGED_BY_HOOK
+            self.__dict__[_CHANGING] = [*at(self, plan.family.gate)._forward_hooks]  # not tried again with these
         say_once(self._kind.__name__, why)
         return self._kind.forward(self, *args, **kwargs)
 
@@ -372,8 +402,14 @@ _BASES = (Block, Gate, RouterAlone, ExpertsAlone)
 @functools.cache
 def _derived(base: type, kind: type) -> type[nn.Module]:
     module: type[nn.Module] = kind
-    first = next(iter(list(inspect.signature(module.forward).parameters)[1:]), "")
-    body = {"_kind": kind, "_first": first, "__doc__": f"{kind.__name__}, run by moesaic: {base.__doc__}"}
+    signature = inspect.signature(module.forward)
+    first = next(iter(list(signature.parameters)[1:]), "")
+    body = {
+        "_kind": kind,
+        "_first": first,
+        "_signature": signature,
+        "__doc__": f"{kind.__name__}, run by moesaic: {base.__doc__}",
+    }
     return type(f"Moesaic{kind.__name__}", (base, kind), {**body, "__module__": __name__})
 
 
@@ -401,6 +437,7 @@ def remove(module: nn.Module) -> None:
             raise InputError(f"{module._kind.__name__} is a {type(module).__name__} by now; restore before sharding it")
         module.__class__ = module._kind
         vars(module).pop(_PLAN, None)
+        vars(module).pop(_CHANGING, None)
 
 
 def replaces(block: nn.Module, plan: Plan) -> list[tuple[nn.Module, type, Any]]:
@@ -434,7 +471,9 @@ def _obstacle(block: nn.Module, plan: Plan) -> str | None:
     """What of a block's parts others have an interest in, or ``None``."""
     if plan.experts is not None and "forward" in block.__dict__:
         return "somebody else has replaced its forward"
-    for path, name, kind in plan.watched:
+    if (changed := _changed(block, plan.own)) is not None:
+        return changed
+    for path, name, kind, numbers in plan.watched:
         part: Any = block
         for step in path:
             part = None if part is None else part._modules.get(step)
@@ -451,6 +490,21 @@ def _obstacle(block: nn.Module, plan: Plan) -> str | None:
             or "forward" in held
         ):
             return f"its part {name!r} has hooks, or a forward of its own, which a layer would not call"
+        if (changed := _changed(part, numbers)) is not None:
+            return changed
+    gate = at(block, plan.family.gate)
+    if gate._forward_hooks and block.__dict__.get(_CHANGING) == [*gate._forward_hooks]:
+        return _CHANGED_BY_HOOK
+    return None
+
+
+def _changed(part: nn.Module, numbers: Attributes) -> str | None:
+    """Which attribute is not any more what the block was read from, or ``None``."""
+    held = part.__dict__
+    for name, value in numbers:
+        if held.get(name, _GONE) != value:
+            now = f"is {held[name]!r}" if name in held else "is gone"
+            return f"{_kind_of(part).__name__}.{name} {now}, and was {value!r} when it was replaced; replace it again"
     return None
 
 
@@ -507,10 +561,10 @@ def _run(
 ) -> tuple[bool, Any]:
     """Whether a hook changed what the router found, and the block's result without that."""
     family = plan.family
-    x = hidden_states.reshape(-1, tensors["gate_weight"].shape[-1])  # some blocks are given all tokens in one row
     noise = at(block, family.jitter) if family.jitter and block.training else None
-    if noise:
-        x = x * torch.empty_like(x).uniform_(1.0 - noise, 1.0 + noise)
+    if noise:  # in place, as transformers has it: the residual of minimax is this tensor
+        hidden_states *= torch.empty_like(hidden_states).uniform_(1.0 - noise, 1.0 + noise)
+    x = hidden_states.reshape(-1, tensors["gate_weight"].shape[-1])  # some blocks are given all tokens in one row
     given = dict(family.given(block, *args, **kwargs)) if family.given is not None else {}
     gate = at(block, family.gate)
     told = family.always or bool(gate._forward_hooks)
@@ -521,9 +575,27 @@ def _run(
     shape, changed = hidden_states.shape, False
     if gate._forward_hooks:
         watched = family.watched(block, x, found)
-        seen = gate(x, moesaic_found=watched)
-        changed = not torch.compiler.is_compiling() and seen is not watched
+        if torch.compiler.is_compiling():
+            gate(x, moesaic_found=watched)
+        else:
+            watched, tensors_seen = _with_versions(watched)
+            before = [t._version for t in tensors_seen]
+            seen = gate(x, moesaic_found=watched)
+            changed = seen is not watched or [t._version for t in tensors_seen] != before
     return changed, y.view(shape) if family.returns is None else family.returns(block, y, shape, found)
+
+
+def _with_versions(watched: Any) -> tuple[Any, list[torch.Tensor]]:
+    """What a router found, in tensors that count writes to them; and these."""
+    parts = list(watched) if isinstance(watched, tuple) else [watched]
+    for number, part in enumerate(parts):
+        if isinstance(part, torch.Tensor) and part.is_inference():
+            with torch.inference_mode(False):
+                parts[number] = part.clone()
+    tensors = [part for part in parts if isinstance(part, torch.Tensor)]
+    if not isinstance(watched, tuple):
+        return parts[0], tensors
+    return (type(watched)(*parts) if hasattr(watched, "_fields") else tuple(parts)), tensors
 
 
 def _computed(
@@ -606,7 +678,7 @@ def _difference(block: nn.Module, plan: Plan, seed: int) -> str | None:
     g = torch.Generator().manual_seed(seed)
     small, weights = _narrowed(block, plan, g)
     hidden = weights[plan.family.weight].shape[1]
-    x = torch.randn(_TOKENS, hidden, generator=g)
+    x = _random((_TOKENS, hidden), g)
     x = x if plan.experts is None else x.view(1, _TOKENS, hidden)
     given = dict(plan.family.example(block, _TOKENS, g)) if plan.family.example is not None else {}
     with _as_it_would_run(block, plan):
@@ -631,6 +703,11 @@ def _difference(block: nn.Module, plan: Plan, seed: int) -> str | None:
     return None
 
 
+def _random(shape: Sequence[int], g: torch.Generator) -> torch.Tensor:
+    """Normal float32 numbers on the CPU, whatever torch makes by default."""
+    return torch.randn(shape, generator=g, dtype=torch.float32, device="cpu")
+
+
 def _narrowed(block: nn.Module, plan: Plan, g: torch.Generator) -> tuple[Plan, dict[str, torch.Tensor]]:
     """The plan with narrow experts, and random tensors for all that the block has, by their names there."""
     shapes: dict[str, list[int]] = {}
@@ -652,14 +729,14 @@ def _narrowed(block: nn.Module, plan: Plan, g: torch.Generator) -> tuple[Plan, d
         if not tensor.is_floating_point():
             made[name] = torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor.detach().cpu()
             continue
-        values = torch.randn(shape, generator=g)
+        values = _random(shape, g)
         if "bias" in name:
             made[name] = 0.7 * values
         elif len(shape) < 2:
             made[name] = 1.0 + 0.2 * values
         else:  # logits near 1; what stands between products goes beyond every clamp
             made[name] = values * ((1.5 if name == plan.family.weight else 6.0) * shape[-1] ** -0.5)
-    return replace(plan, experts=experts, shared=shared, options=options), made
+    return replace(plan, experts=experts, shared=shared, options=options, numbers=()), made
 
 
 @contextlib.contextmanager
@@ -724,7 +801,7 @@ def _run_with(
         made = {f"output {i}": r.detach() for i, r in enumerate(outputs)}
         differentiable = [r for r in outputs if r.requires_grad]
         g = torch.Generator().manual_seed(seed + 100)
-        cotangents = [torch.randn(r.shape, generator=g) for r in differentiable]
+        cotangents = [_random(r.shape, g) for r in differentiable]
         grads = torch.autograd.grad(differentiable, [leaf, *wanted.values()], cotangents, allow_unused=True)
     for name, tensor, grad in zip(("x", *wanted), (leaf, *wanted.values()), grads, strict=True):
         made[f"gradient of {name}"] = torch.zeros_like(tensor) if grad is None else grad

@@ -7,7 +7,7 @@ random numbers beside the module's own function, and taken if both agree.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,18 +38,20 @@ class Plan:
     Attributes:
         experts: as declared here; ``None`` if the module's own function runs between two products.
         shapes: of the module's weights when this was found out.
+        numbers: the module's plain attributes then, and what its activation was.
         handle: of `experts`.
     """
 
     experts: Experts | None
     shapes: tuple[tuple[int, ...], ...]
+    numbers: tuple[tuple[str, Any], ...]
     handle: str = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "handle", handle_of(self.experts))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Plan, (self.experts, self.shapes)  # a handle is of one process
+        return Plan, (self.experts, self.shapes, self.numbers)  # a handle is of one process
 
 
 def experts_forward(
@@ -87,20 +89,22 @@ def _compiled(handle: str, backend: str, recompute: str | None, allow_tf32: bool
 
 
 def plan_of(module: torch.nn.Module) -> Plan:
-    """The plan of a module, made at its first call and whenever its weights have got other shapes.
+    """The plan of a module, made at its first call, and whenever its weights have got other shapes, its numbers other
+    values, or it has another activation; under torch.compile nothing but shapes is looked at.
 
     Raises:
         InputError: torch.compile is tracing a module that has none.
     """
     shapes = tuple(tuple(t.shape) for t in parameters_of(module).values())
     known: Plan | None = getattr(module, _PLAN, None)
-    if known is not None and known.shapes == shapes:
+    compiling = torch.compiler.is_compiling()
+    if known is not None and known.shapes == shapes and (compiling or known.numbers == _numbers(module)):
         return known
-    if torch.compiler.is_compiling():
+    if compiling:
         raise InputError(
             "torch.compile met experts that moesaic has not looked at yet: call moesaic.hf.prepare(model) before"
         )
-    made = Plan(declared(module), shapes)
+    made = Plan(declared(module), shapes, _numbers(module))
     setattr(module, _PLAN, made)
     if made.experts is None:
         _log.warning(
@@ -109,6 +113,22 @@ def plan_of(module: torch.nn.Module) -> Plan:
             type(module).__name__,
         )
     return made
+
+
+def plain_attributes(module: torch.nn.Module, but: Sequence[str] = ()) -> tuple[tuple[str, Any], ...]:
+    """Names and values of a module's numbers and texts, which its forward may read, `but` for some."""
+    without = ("training", *but)
+    return tuple(
+        (name, value)
+        for name, value in vars(module).items()
+        if isinstance(value, int | float | str) and not name.startswith("_") and name not in without
+    )
+
+
+def _numbers(module: torch.nn.Module) -> tuple[tuple[str, Any], ...]:
+    activation: Any = getattr(module, "act_fn", None)
+    kind = type(activation) if isinstance(activation, torch.nn.Module) else activation
+    return (*plain_attributes(module), ("act_fn", kind))
 
 
 def parameters_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -176,7 +196,7 @@ def computes(
 ) -> bool:
     """Whether a function of rows [M, 16] does what would be declared, on numbers that meet every clamp."""
     generator = torch.Generator().manual_seed(0)
-    x = (_SPREAD * torch.randn(_PROBED, generator=generator)).to(device)
+    x = (_SPREAD * torch.randn(_PROBED, generator=generator, dtype=torch.float32, device="cpu")).to(device)
     b = Builder("between")
     h = b.input("h", tensor(DType.F32, "T", _PROBED[1]))
     first: list[Value] = list(create_split(h, interleaved)) if gated else [h]

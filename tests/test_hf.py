@@ -229,6 +229,28 @@ def test_weights_of_another_shape_are_looked_at_again() -> None:
     assert (before.experts.num_experts, after.experts.num_experts) == (EXPERTS, 3)
 
 
+def test_numbers_and_activations_that_change_are_looked_at_again() -> None:
+    module = build("gpt_oss", "GptOssExperts")
+    x, ids, weights = torch.randn(9, module.hidden_size), torch.zeros(9, 1, dtype=torch.long), torch.rand(9, 1)
+
+    def both() -> list[torch.Tensor]:
+        found = []
+        for implementation in ("moesaic", "eager"):
+            module.config._experts_implementation = implementation
+            found.append(module(x, ids, weights))
+        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+        return found
+
+    before = both()[0]
+    module.limit = 0.01
+    assert (both()[0] - before).abs().max() > 1e-3
+    module = build("qwen3_moe", "Qwen3MoeExperts")
+    x = torch.randn(9, module.hidden_dim)
+    before = both()[0]
+    module.act_fn = torch.nn.ReLU()
+    assert (both()[0] - before).abs().max() > 1e-3
+
+
 def test_in_one_graph() -> None:
     module = swiglu()
     wanted = run(module, "eager")

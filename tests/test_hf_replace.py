@@ -78,9 +78,11 @@ def assert_alike(ours: Any, theirs: Any, ids: torch.Tensor | None = None) -> Non
     torch.testing.assert_close(ours(ids).logits, theirs(ids).logits, rtol=1e-4, atol=1e-5)
 
 
-def test_the_balance_loss_in_training() -> None:
-    """With a mask, noise on the input, and a forward pass that is repeated in backward."""
-    ours, theirs, _ = pair("mixtral")
+@pytest.mark.parametrize("family", ["mixtral", "minimax"])
+def test_the_balance_loss_in_training(family: str) -> None:
+    """With a mask, noise on the input (and on the residual of minimax, which is the same tensor), and a forward pass
+    that is repeated in backward."""
+    ours, theirs, _ = pair(family)
     ids = tokens()
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
@@ -242,6 +244,73 @@ def test_a_router_is_told_and_can_be_asked(log: pytest.LogCaptureFixture) -> Non
     x = torch.randn(5, tiny_models.HIDDEN)
     for a, b in zip(ours.model.layers[0].mlp.gate(x), theirs.model.layers[0].mlp.gate(x), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+def test_a_hook_that_writes_to_what_the_router_found(mode: Any) -> None:
+    """As who takes an expert away does it; the block's own forward hears of it, and from then on alone."""
+    ours, theirs, _ = pair("qwen3_moe")
+    calls: list[torch.Tensor] = []
+
+    def ablate(module: Any, args: Any, result: Any) -> None:
+        calls.append(result[1])
+        result[1].masked_fill_(result[2] == 3, 0.0)
+
+    with mode():
+        before = theirs(tokens()).logits
+        for model in (ours, theirs):
+            for layer in model.model.layers:
+                layer.mlp.gate.register_forward_hook(ablate)
+        assert_alike(ours, theirs)
+        assert (theirs(tokens()).logits - before).abs().max() > 1e-2
+        calls.clear()
+        ours(tokens())
+    assert len(calls) == len(ours.model.layers)
+
+
+def test_numbers_that_change_are_heeded(log: pytest.LogCaptureFixture) -> None:
+    """What a block was read from: the layer would go on with the old ones."""
+
+    def change(family: str, path: str, name: str, value: Any) -> None:
+        ours, theirs, _ = pair(family)
+        assert_alike(ours, theirs)
+        before = theirs(tokens()).logits
+        for model in (ours, theirs):
+            part = model.model.layers[1].mlp.get_submodule(path)
+            assert hasattr(part, name)
+            setattr(part, name, value)
+        assert_alike(ours, theirs)
+        assert (theirs(tokens()).logits - before).abs().max() > 1e-4
+        assert f".{name} is {value!r}, and was" in log.text
+
+    change("qwen3_moe", "gate", "top_k", 1)
+    change("qwen3_moe", "gate", "norm_topk_prob", True)
+    change("gpt_oss", "experts", "limit", 0.01)
+
+
+def test_calls_as_a_block_takes_them() -> None:
+    ours, theirs, _ = pair("qwen3_moe")
+    x = torch.randn(1, 7, tiny_models.HIDDEN)
+    blocks = [m.model.layers[0].mlp for m in (ours, theirs)]
+    torch.testing.assert_close(blocks[0](hidden_states=x), blocks[1](hidden_states=x), rtol=1e-4, atol=1e-5)
+    for block in blocks:
+        for args, kwargs in (((), {}), ((x, x), {}), ((x,), {"foo": 1})):
+            with pytest.raises(TypeError):
+                block(*args, **kwargs)
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "nemotron_h"])
+def test_whatever_torch_makes_by_default(family: str) -> None:
+    theirs = tiny_models.build(family)
+    ours = copy.deepcopy(theirs)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            report = mo.hf.replace(ours)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert report.replaced and not report.left, report
+    assert_alike(ours, theirs)
 
 
 def test_what_the_table_does_not_have() -> None:

@@ -147,7 +147,7 @@ def test_equal_declarations_have_one_handle() -> None:
 
 
 def test_handles_stay_in_their_process() -> None:
-    plan = Plan(mo.Experts(E, H, INNER), ((E, H),))
+    plan = Plan(mo.Experts(E, H, INNER), ((E, H),), ())
     written = pickle.dumps(plan)
     assert plan.handle.encode() not in written
     assert pickle.loads(written) == plan
