@@ -187,7 +187,7 @@ def fused_moe_aux_loss(
             f"probs must have a multiple of num_experts = {num_experts} columns (several of them for a loss by "
             f"sequence), found {columns}"
         )
-    if isinstance(total_num_tokens, int) and total_num_tokens < 1:
+    if isinstance(total_num_tokens, int | float) and not total_num_tokens > 0:
         raise InputError(f"total_num_tokens must be above 0, found {total_num_tokens}")
     by_sequence = columns != num_experts
     if by_sequence:
@@ -219,6 +219,8 @@ def _check_buffer(topk_indices: torch.Tensor, logits: torch.Tensor, topk: int) -
         raise InputError(f"topk_indices of int16 hold ids up to 32767, found {logits.shape[-1]} experts; use int32")
     if list(topk_indices.shape) != [*logits.shape[:-1], topk]:
         raise InputError(f"topk_indices must have shape {[*logits.shape[:-1], topk]}, found {list(topk_indices.shape)}")
+    if any(step == 0 and size > 1 for step, size in zip(topk_indices.stride(), topk_indices.shape, strict=True)):
+        raise InputError("topk_indices must have memory of their own for each index, found an expanded tensor")
     if topk_indices.device != logits.device:
         raise InputError(f"topk_indices are on {topk_indices.device}, but logits are on {logits.device}")
 

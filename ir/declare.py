@@ -15,8 +15,17 @@ from typing import Any, Self
 from moesaic.ir.attributes import Call
 from moesaic.ir.builder import Builder
 from moesaic.ir.core import Constant, Module, OpResult, Value, create_one
-from moesaic.ir.errors import InputError, InputTypeError, check_choice, suggestion
-from moesaic.ir.losses import Entropy, LoadBalance, Loss
+from moesaic.ir.errors import (
+    InputError,
+    InputTypeError,
+    check_choice,
+    check_flag,
+    check_identifier,
+    check_names,
+    is_identifier,
+    suggestion,
+)
+from moesaic.ir.losses import Entropy, LoadBalance, Loss, check_number
 from moesaic.ir.ops import math, row
 from moesaic.ir.types import DType, symbol, tensor
 
@@ -207,21 +216,25 @@ class Router:
         if self.renorm_eps and self.renormalize is not True:
             raise InputError("renorm_eps goes with renormalize=True; otherwise give eps in norm.sum(eps=...)")
         norm.sum(eps=self.renorm_eps)
-        if not isinstance(self.scale, int | float) or abs(self.scale) == float("inf") or self.scale != self.scale:
-            raise InputError(f"scale must be a finite number, found {self.scale!r}")
-        if self.logit_cap is not None and not 0 < self.logit_cap < float("inf"):
+        check_number("scale", self.scale)
+        if self.logit_cap is not None and not (_is_number(self.logit_cap) and 0 < self.logit_cap < float("inf")):
             raise InputError(f"logit_cap must be a finite number > 0, or None, found {self.logit_cap!r}")
-        object.__setattr__(self, "outputs", tuple(self.outputs))
+        for flag in ("selection_bias", "gate_bias", "expert_scale", "router_scale"):
+            check_flag(flag, getattr(self, flag), "; its values are an input of each call")
+        check_identifier("name", self.name)
+        object.__setattr__(self, "outputs", check_names("outputs", self.outputs))
         if not self.outputs:
             raise InputError(f"outputs is empty; name at least one of {', '.join(OUTPUTS)}")
         for output in self.outputs:
             check_choice("outputs", output, OUTPUTS)
         if len(set(self.outputs)) != len(self.outputs):
             raise InputError(f"outputs names one twice: {self.outputs}")
+        if not isinstance(self.losses, Mapping):
+            raise InputError(f"losses must map names to losses, found {self.losses!r}")
         object.__setattr__(self, "losses", dict(self.losses))
         for name, loss in self.losses.items():
-            if not isinstance(name, str) or not name.isidentifier():
-                raise InputError(f"losses are named by identifiers, found {name!r}")
+            if not is_identifier(name):
+                raise InputError(f"losses are named by identifiers of ASCII letters, found {name!r}")
             if not isinstance(loss, Loss):
                 raise InputError(f"loss {name!r} must be a LoadBalance, ZLoss or Entropy, found {loss!r}")
         if len({s for s in map(_segments, self.losses.values()) if s}) > 1:
@@ -264,6 +277,7 @@ class Router:
 
     def _check_indices(self) -> None:
         """The type of the indices, and what goes with picks that are given."""
+        object.__setattr__(self, "indices_dtype", str(self.indices_dtype).removeprefix("torch."))
         check_choice("indices_dtype", self.indices_dtype, INDICES)
         if self.indices_dtype == "int16" and self.columns > 2**15 - 1:
             raise InputError(
@@ -622,6 +636,10 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def _group_score(value: str | Call) -> Call:
     if isinstance(value, Call):
         return value
@@ -630,7 +648,7 @@ def _group_score(value: str | Call) -> Call:
     if value == "max":
         return Call("max")
     digits = value.removeprefix("sum_top")
-    if value.startswith("sum_top") and digits.isdigit():
+    if value.startswith("sum_top") and digits.isascii() and digits.isdigit():
         return sum_top(int(digits))
     raise InputError(f"unknown group_score {value!r}{suggestion(value, ['max', 'sum_top2'])}; use 'max' or sum_top(n)")
 

@@ -75,3 +75,32 @@ def check_choice(what: str, value: object, known: Mapping[str, object] | tuple[s
         raise InputError(
             f"unknown {what} {value!r}{suggestion(str(value), known)}; known: {', '.join(map(repr, known))}"
         )
+
+
+def check_flag(what: str, value: object, more: str = "") -> None:
+    """Raises `InputError` unless the value is True or False; `more` is said besides."""
+    if not isinstance(value, bool):
+        found = repr(value) if isinstance(value, int | float | str) or value is None else type(value).__name__
+        raise InputError(f"{what} must be True or False, found {found}{more}")
+
+
+def check_names(what: str, value: object) -> tuple[str, ...]:
+    """Some names as a tuple.
+
+    Raises:
+        InputError: it is none, or a single text.
+    """
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise InputError(f"{what} must be a tuple of names, found {value!r}")
+    return tuple(value)
+
+
+def is_identifier(value: object) -> bool:
+    """Whether a name can stand in the IR and in CUDA."""
+    return isinstance(value, str) and value.isidentifier() and value.isascii()
+
+
+def check_identifier(what: str, value: object) -> None:
+    """Raises `InputError` unless the value can stand in the IR and in CUDA as a name."""
+    if not is_identifier(value):
+        raise InputError(f"{what} must be an identifier of ASCII letters, found {value!r}")

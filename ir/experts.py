@@ -8,7 +8,7 @@ from typing import Any
 
 from moesaic.ir.builder import Builder
 from moesaic.ir.core import Module, Value, create, create_one
-from moesaic.ir.errors import InputError, check_choice
+from moesaic.ir.errors import InputError, check_choice, check_flag, check_identifier, check_names
 from moesaic.ir.ops.slot import ALIGNMENTS, stored
 from moesaic.ir.types import DType, tensor
 
@@ -126,6 +126,9 @@ class Experts:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise InputError(f"{name} must be an integer >= 1, found {value!r}")
+        for flag in ("gated", "bias", "separate", "interleaved", "pad"):
+            check_flag(flag, getattr(self, flag))
+        check_identifier("name", self.name)
         if isinstance(self.activation, str):
             check_choice("activation", self.activation, ACTIVATIONS)
         elif not callable(self.activation):
@@ -144,14 +147,16 @@ class Experts:
             check_choice("transposed", self.transposed, ("up", "down"))
         check_choice("weight_on", self.weight_on, ("output", "input", "middle"))
         if self.capacity is not None and (
-            not isinstance(self.capacity, int | float) or not 0 < self.capacity < float("inf")
+            isinstance(self.capacity, bool)
+            or not isinstance(self.capacity, int | float)
+            or not 0 < self.capacity < float("inf")
         ):
             raise InputError(f"capacity must be a finite number > 0, or None, found {self.capacity!r}")
         if self.pad and self.capacity is None:
             raise InputError("pad gives every expert as many rows as the capacity; give capacity, too")
         if self.align not in ALIGNMENTS:
             raise InputError(f"align must be one of {', '.join(map(str, ALIGNMENTS))}, found {self.align!r}")
-        object.__setattr__(self, "outputs", tuple(self.outputs))
+        object.__setattr__(self, "outputs", check_names("outputs", self.outputs))
         if not self.outputs or len(set(self.outputs)) != len(self.outputs):
             raise InputError(f"outputs must name some of {', '.join(OUTPUTS)}, each once; found {self.outputs}")
         for output in self.outputs:

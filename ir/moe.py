@@ -8,7 +8,7 @@ from moesaic.ir.builder import Builder
 from moesaic.ir.core import Module, OpResult, Value, create_one
 from moesaic.ir.declare import LOSS_PREFIX, Router
 from moesaic.ir.declare import OUTPUTS as OUTPUTS_OF_ROUTERS
-from moesaic.ir.errors import InputError, InputTypeError, check_choice
+from moesaic.ir.errors import InputError, InputTypeError, check_choice, check_flag, check_identifier, check_names
 from moesaic.ir.experts import Activation, Experts, Gating, activated, create_split
 from moesaic.ir.ops.slot import stored
 from moesaic.ir.types import DType, symbol, tensor
@@ -63,8 +63,8 @@ class SharedExpert:
             separate=self.separate,
             interleaved=self.interleaved,
         )
-        if not isinstance(self.transposed, bool):
-            raise InputError(f"transposed must be True or False, found {self.transposed!r}")
+        check_flag("transposed", self.transposed)
+        check_flag("gate", self.gate)
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -154,6 +154,9 @@ class MoE:
                 raise InputTypeError(f"{name} must be a {wanted.__name__}, found {found}")
         if self.shared is not None and not isinstance(self.shared, SharedExpert):
             raise InputTypeError(f"shared must be a SharedExpert or None, found {type(self.shared).__name__}")
+        check_flag("mean", self.mean)
+        check_flag("residual", self.residual)
+        check_identifier("name", self.name)
         if self.mean and self.shared is None:
             raise InputError("mean is that of the routed and the shared output; give shared, too")
         if self.router.shared_experts or self.router.zero_experts:
@@ -167,7 +170,7 @@ class MoE:
                 f"the router picks among {self.router.num_experts} experts, found {self.experts.num_experts} of them"
             )
         check_choice("logits_dtype", self.logits_dtype, ("fp32", "bf16", "fp16"))
-        object.__setattr__(self, "outputs", tuple(self.outputs))
+        object.__setattr__(self, "outputs", check_names("outputs", self.outputs))
         if not self.outputs or len(set(self.outputs)) != len(self.outputs):
             raise InputError(f"outputs must name some of {', '.join(OUTPUTS)}, each once; found {self.outputs}")
         for output in self.outputs:

@@ -8,7 +8,7 @@ from typing import TypedDict, Unpack, overload
 from moesaic.codegen.target import Target
 from moesaic.ir.core import Module
 from moesaic.ir.declare import Router
-from moesaic.ir.errors import InputError, InputTypeError, check_choice, suggestion
+from moesaic.ir.errors import InputError, InputTypeError, check_choice, check_flag, suggestion
 from moesaic.ir.experts import Experts
 from moesaic.ir.moe import MoE
 from moesaic.passes.manager import parse_pipeline
@@ -80,9 +80,15 @@ def compile(
             "moesaic.parse(text)"
         )
     if backend not in BACKENDS:
-        raise InputError(f"unknown backend {backend!r}{suggestion(backend, BACKENDS)}; known: {', '.join(BACKENDS)}")
+        near = suggestion(str(backend), BACKENDS)
+        raise InputError(f"unknown backend {backend!r}{near}; known: {', '.join(BACKENDS)}")
     if isinstance(target, str):
         target = Target.parse(target)
+    for name, value, kind in (("target", target, Target | None), ("passes", passes, str)):
+        if not isinstance(value, kind):
+            raise InputTypeError(f"{name} must be a text, found {type(value).__name__}")
+    for name, flag in (("allow_tf32", allow_tf32), ("tune", tune)):
+        check_flag(name, flag)
     chosen = _chosen(passes, recompute, allow_tf32)
     if isinstance(what, Experts):
         return CompiledExperts(what, target, backend, chosen, tune)

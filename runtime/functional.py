@@ -322,6 +322,9 @@ def pooled_load_balance(
     if convention not in CONVENTIONS:
         known = " or ".join(map(repr, CONVENTIONS))
         raise InputError(f"pooled_load_balance: convention must be {known}, found {convention!r}")
+    check_number("pooled_load_balance: coef", coef)
+    if isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1:
+        raise InputError(f"pooled_load_balance: top_k must be an integer >= 1, found {top_k!r}")
     sums, picks = _stacked("score_sums", score_sums), _stacked("counts", counts)
     if sums.shape != picks.shape:
         raise InputError(
@@ -340,13 +343,25 @@ def pooled_load_balance(
 def _stacked(name: str, given: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
     """[L, E] of a tensor [E] or [L, E], or of a sequence of [E]."""
     if not isinstance(given, torch.Tensor):
-        shapes = [list(t.shape) for t in given]
+        shapes = [list(t.shape) for t in _tensors(name, given)]
         if not shapes or any(s != shapes[0] or len(s) != 1 for s in shapes):
             raise InputError(f"{name} must be one tensor [E] for each layer, all of one E, found shapes {shapes}")
         given = torch.stack(list(given))
     if given.dim() not in (1, 2):
         raise InputError(f"{name} must have shape [E] or [L, E], found {list(given.shape)}")
     return given if given.dim() == 2 else given.unsqueeze(0)
+
+
+def _tensors(name: str, given: object) -> list[torch.Tensor]:
+    """A tensor, or a sequence of them, as a list.
+
+    Raises:
+        InputTypeError: it is neither.
+    """
+    found = [given] if isinstance(given, torch.Tensor) else given
+    if not isinstance(found, Sequence) or not all(isinstance(t, torch.Tensor) for t in found):
+        raise InputTypeError(f"{name} must be a tensor, or one for each layer, found {type(given).__name__}")
+    return list(found)
 
 
 def _pooled_tokens(
@@ -382,11 +397,11 @@ def update_bias(
         rate: how far a bias moves, 1e-3 in DeepSeek-V3.
 
     Raises:
+        InputTypeError: a bias or counts are no tensor.
         InputError: shapes or devices differ, or a bias is not float32.
     """
     check_number("update_bias: rate", rate)
-    biases = [bias] if isinstance(bias, torch.Tensor) else list(bias)
-    loads = [counts] if isinstance(counts, torch.Tensor) else list(counts)
+    biases, loads = _tensors("update_bias: bias", bias), _tensors("update_bias: counts", counts)
     if len(biases) != len(loads):
         raise InputError(f"update_bias: found {len(biases)} biases and counts of {len(loads)} layers")
     for number, (b, c) in enumerate(zip(biases, loads, strict=True)):
@@ -441,8 +456,18 @@ def load_metrics(
         top_k: K, picks per token.
 
     Raises:
-        InputError: one of `num_tokens` and `top_k` without the other.
+        InputTypeError: counts are no tensor.
+        InputError: one of `num_tokens` and `top_k` without the other, or as many of them as there are no layers.
     """
+    if not isinstance(counts, torch.Tensor):
+        raise InputTypeError(f"load_metrics: counts must be a tensor, found {type(counts).__name__}")
+    if counts.dim() not in (1, 2):
+        raise InputError(f"load_metrics: counts must have shape [E] or [L, E], found {list(counts.shape)}")
+    if isinstance(num_tokens, torch.Tensor) and num_tokens.numel() != 1 and num_tokens.shape != counts.shape[:-1]:
+        raise InputError(
+            f"load_metrics: num_tokens must be one number, or one for each layer of counts {list(counts.shape)}, found "
+            f"{list(num_tokens.shape)}"
+        )
     if (num_tokens is None) != (top_k is None):
         raise InputError("load_metrics: num_tokens and top_k go together: give both or neither")
     load = counts.float()

@@ -84,15 +84,19 @@ def as_number(name: str, given: object, rows: torch.Tensor) -> torch.Tensor:
 
     Raises:
         InputTypeError: it is neither.
-        InputError: it is a tensor of more than one element, or of none.
+        InputError: it is a tensor of more than one element, of none, or of no numbers; or a number of tokens below 0.
     """
     dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
     if isinstance(given, torch.Tensor):
         if given.numel() != 1:
             raise InputError(f"{name} must be a number or a tensor of one element, found shape {list(given.shape)}")
+        if given.dtype == torch.bool or given.dtype.is_complex:
+            raise InputError(f"{name} must be an integer or a float, found {str(given.dtype).removeprefix('torch.')}")
         return given.reshape(()).to(dtype)
     if isinstance(given, bool) or not isinstance(given, int | float):
         raise InputTypeError(f"{name} must be a number or a tensor of one element, found {type(given).__name__}")
+    if name.endswith("num_tokens") and not 0 <= given < float("inf"):
+        raise InputError(f"{name} must be a number >= 0, found {given}")
     return rows.new_full((), float(given), dtype=dtype)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import operator
 import types
@@ -11,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from moesaic.ir.errors import InputTypeError
 from moesaic.runtime.traced import constant
 
 Layer = TypeVar("Layer")
@@ -35,8 +37,13 @@ def made_once(make: Callable[..., Layer]) -> Callable[..., Layer]:
     def made(*arguments: Any) -> str:
         return _keep(make, arguments)
 
+    names = list(inspect.signature(make).parameters)
+
     @constant
     def find(*arguments: Any) -> str:
+        for name, argument in zip(names, arguments, strict=True):
+            if not isinstance(argument, Hashable):
+                raise InputTypeError(f"{name} must be a number, a name or a function, found {type(argument).__name__}")
         return made(*arguments)
 
     @functools.wraps(make)

@@ -71,7 +71,7 @@ def topk_layer(
     if scaling_factor is not None:
         check_number("scaling_factor", scaling_factor)
     groups: dict[str, Any] = {}
-    if group_topk is not None and group_topk > 0:
+    if group_topk is not None and (not isinstance(group_topk, int) or group_topk > 0):
         _check_groups(topk, experts, num_groups, group_topk)
         if group_topk != num_groups:  # else all groups are kept
             best = sum_top(topk // group_topk)
@@ -133,7 +133,7 @@ def _backend_for(dtype: str) -> str:
 
 
 def _check_score(score_function: str) -> None:
-    if score_function not in SCORES:
+    if not isinstance(score_function, str) or score_function not in SCORES:
         known = ", ".join(map(repr, SCORES))
         raise InputError(
             f"unknown score_function {score_function!r}{suggestion(str(score_function), SCORES)}; known: {known}"
@@ -149,6 +149,9 @@ def _check_topk(topk: int, experts: int) -> None:
 
 def _check_groups(topk: int, experts: int, num_groups: int | None, group_topk: int) -> None:
     """The rules of Transformer Engine: a group's score is the sum of the topk / group_topk best in it."""
+    for name, value in (("num_groups", num_groups), ("group_topk", group_topk)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise InputError(f"{name} must be an integer, found {value!r}")
     if num_groups is None or num_groups < 1:
         raise InputError(f"group_topk = {group_topk} needs num_groups >= 1, found num_groups = {num_groups}")
     if experts % num_groups:

@@ -61,6 +61,18 @@ BAD = [
     ({"scale": math.inf}, "scale must be a finite number, found inf"),
     ({"scale": math.nan}, "scale must be a finite number, found nan"),
     ({"scale": "2"}, "scale must be a finite number, found '2'"),
+    ({"scale": True}, "scale must be a finite number, found True"),
+    *(({"logit_cap": c}, f"logit_cap must be a finite number > 0, or None, found {c!r}") for c in ("3", True, 0)),
+    *(
+        ({flag: value}, f"{flag} must be True or False, found {found}; its values are an input of each call")
+        for flag in ("selection_bias", "gate_bias", "expert_scale", "router_scale")
+        for value, found in (("no", "'no'"), ([0.5], "list"), (1, "1"))
+    ),
+    *(({"name": name}, f"name must be an identifier of ASCII letters, found {name!r}") for name in (3, "a b", "é")),
+    *(({"outputs": given}, f"outputs must be a tuple of names, found {given!r}") for given in (None, "weights", 3)),
+    *(({"losses": given}, f"losses must map names to losses, found {given!r}") for given in (None, [mo.ZLoss()])),
+    ({"losses": {"é": mo.ZLoss()}}, "losses are named by identifiers of ASCII letters, found 'é'"),
+    ({"groups": 2, "groups_kept": 1, "group_score": "sum_top²"}, "unknown group_score 'sum_top²'"),
     ({"outputs": ()}, "outputs is empty; name at least one of weights, indices, counts, probs, map"),
     ({"outputs": ("weight",)}, "unknown outputs 'weight'; did you mean 'weights'?"),
     ({"outputs": ("map", "map")}, "outputs names one twice: ('map', 'map')"),

@@ -371,6 +371,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"capacity": math.nan}, "capacity must be a finite number > 0, or None, found nan"),
     ({"capacity": "1.25"}, "capacity must be a finite number > 0, or None, found '1.25'"),
     ({"pad": True}, "pad gives every expert as many rows as the capacity; give capacity, too"),
+    ({"capacity": True}, "capacity must be a finite number > 0, or None, found True"),
+    *(
+        ({flag: value}, f"{flag} must be True or False, found {found}")
+        for flag in ("gated", "bias", "separate", "interleaved", "pad")
+        for value, found in (("no", "'no'"), (torch.zeros(3), "Tensor"))
+    ),
+    *(({"name": name}, f"name must be an identifier of ASCII letters, found {name!r}") for name in (3, "a b")),
+    *(({"outputs": given}, f"outputs must be a tuple of names, found {given!r}") for given in (None, "hidden")),
     ({"align": 8}, "align must be one of 1, 16, 64, 128, found 8"),
     ({"outputs": ()}, "outputs must name some of hidden, counts, dropped, each once; found ()"),
     ({"outputs": ("hidden", "hidden")}, "each once; found ('hidden', 'hidden')"),

@@ -120,6 +120,30 @@ def test_counts_of_any_type(dtype: torch.dtype) -> None:
     assert found.item() == pytest.approx(wanted.item(), rel=1e-5) and wanted > 0
 
 
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda s, n: mo.pooled_load_balance(s, n, 4, top_k=0), "top_k must be an integer >= 1, found 0"),
+        (lambda s, n: mo.pooled_load_balance(s, n, 4, top_k="2"), "top_k must be an integer >= 1, found '2'"),
+        (lambda s, n: mo.pooled_load_balance(s, n, 4, top_k=2, coef=NAN), "coef must be a finite number, found nan"),
+        (lambda s, n: mo.pooled_load_balance(s, n, -4, top_k=2), "num_tokens must be a number >= 0, found -4"),
+        (lambda s, n: mo.pooled_load_balance(None, n, 4, top_k=2), "score_sums must be a tensor, or one for each"),
+        (lambda s, n: mo.pooled_load_balance([[1.0]], n, 4, top_k=2), "score_sums must be a tensor, or one for each"),
+        (lambda s, n: mo.update_bias([[0.0]], [n], 0.3), "update_bias: bias must be a tensor, or one for each"),
+        (lambda s, n: mo.update_bias(s, 3, 0.3), "update_bias: counts must be a tensor, or one for each"),
+        (lambda s, n: mo.load_metrics([3, 1]), "counts must be a tensor, found list"),
+        (lambda s, n: mo.load_metrics(n.sum()), r"counts must have shape \[E\] or \[L, E\], found \[\]"),
+        (lambda s, n: mo.load_metrics(n, num_tokens=s, top_k=2), r"one for each layer of counts \[4\], found \[4\]"),
+        (lambda s, n: mo.load_balance_loss(s, n, top_k=2, num_tokens=n.sum() > 0), "an integer or a float, found bool"),
+        (lambda s, n: mo.load_balance_loss(s, n, top_k=2, num_tokens=-1.0), "num_tokens must be a number >= 0"),
+        (lambda s, n: mo.scores(s, ["softmax"]), "score must be a number, a name or a function, found list"),
+    ],
+)
+def test_what_has_no_meaning(call: Callable[..., Any], message: str) -> None:
+    with pytest.raises((InputError, InputTypeError), match=message):
+        call(torch.full((4,), 0.25), torch.ones(4, dtype=torch.int64))
+
+
 def balance(
     scores: torch.Tensor,
     counts: torch.Tensor,

@@ -469,6 +469,27 @@ def test_copies_and_pickles() -> None:
 
 
 def test_what_has_no_meaning_is_refused() -> None:
+    router, experts = mo.Router(5, 2), mo.Experts(5, 16, 8)
+    for wrong, message in (
+        ({"mean": "x"}, "mean must be True or False, found 'x'"),
+        ({"residual": 2}, "residual must be True or False, found 2"),
+        ({"outputs": "hidden"}, "outputs must be a tuple of names, found 'hidden'"),
+        ({"name": "é"}, "name must be an identifier of ASCII letters, found 'é'"),
+    ):
+        with pytest.raises(InputError, match=message):
+            mo.MoE(router, experts, **wrong)
+    for flag in ("gate", "transposed"):
+        with pytest.raises(InputError, match=f"{flag} must be True or False, found 'x'"):
+            mo.SharedExpert(8, **{flag: "x"})
+    for wrong, message in (
+        ({"backend": 3}, "unknown backend 3"),
+        ({"passes": 3}, "passes must be a text, found int"),
+        ({"target": 3}, "target must be a text, found int"),
+        ({"allow_tf32": "yes"}, "allow_tf32 must be True or False, found 'yes'"),
+        ({"tune": 1}, "tune must be True or False, found 1"),
+    ):
+        with pytest.raises((InputError, InputTypeError), match=message):
+            mo.compile(router, **wrong)
     with pytest.raises(InputTypeError, match="router must be a Router, found Experts"):
         mo.MoE(EXPERTS, EXPERTS)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="picks among 5 experts, found 6"):

@@ -553,6 +553,14 @@ GOOD = {
         ({"group_topk": 4, "num_groups": 2}, InputError, "group_topk must be at most num_groups = 2"),
         ({"group_topk": 3, "num_groups": 4}, InputError, "group_topk must divide topk = 4, found group_topk = 3"),
         ({"group_topk": 1, "num_groups": 4}, InputError, "topk / group_topk = 4 experts .* a group holds 2"),
+        ({"group_topk": "1", "num_groups": 2}, InputError, "group_topk must be an integer, found '1'"),
+        ({"group_topk": 1, "num_groups": "2"}, InputError, "num_groups must be an integer, found '2'"),
+        ({"score_function": ["softmax"]}, InputTypeError, "score_function must be .* a name .*, found list"),
+        (
+            {"topk_indices": torch.zeros(1, 4, dtype=torch.int32).expand(3, 4)},
+            InputError,
+            "topk_indices must have memory of their own .* expanded",
+        ),
         ({"scaling_factor": NAN}, InputError, "scaling_factor must be a finite number, found nan"),
         ({"routing_map_format": 2}, InputError, "routing_map_format must be .* found 2"),
         ({"routing_map_format": "BYTEMAP"}, InputError, "routing_map_format must be .* found 'BYTEMAP'"),
@@ -590,6 +598,8 @@ def test_topk_refuses(changes: dict[str, Any], error: type[Exception], message: 
     ("changes", "error", "message"),
     [
         ({"total_num_tokens": 0}, InputError, "total_num_tokens must be above 0, found 0"),
+        ({"total_num_tokens": -1.0}, InputError, "total_num_tokens must be above 0, found -1.0"),
+        ({"total_num_tokens": torch.tensor(True)}, InputError, "total_num_tokens must be an integer or a float"),
         ({"total_num_tokens": torch.ones(2)}, InputError, r"one element, found shape \[2\]"),
         ({"total_num_tokens": "29"}, InputTypeError, "total_num_tokens must be a number or a tensor .* found str"),
         ({"num_experts": 5}, InputError, "probs must have a multiple of num_experts = 5 columns .* found 12"),

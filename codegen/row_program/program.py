@@ -106,12 +106,9 @@ class _Program:
 
     def _what(self) -> str:
         """What the kernel is for, in a line: what it reads of a token, and what it makes of that."""
-        reads = [a for a in self.text.pointers if a.type.leading == "T"]
-        read, made = (
-            in_words([value.name or self.text.name(value) for value in values])
-            for values in (reads, [value for value, _ in self.text.results])
-        )
-        what = f"all steps from a token's {read} to {made}" if reads else f"{made}, for each token"
+        reads = [a.name for a in self.text.pointers if a.type.leading == "T"]
+        made = in_words([value.name or self.text.name(value) for value, _ in self.text.results])
+        what = f"all steps from a token's {in_words(reads)} to {made}" if reads else f"{made}, for each token"
         return what + (", and what follows from sums over tokens" if self.text.finishing is not None else "")
 
     def _constants(self) -> None:
