@@ -346,7 +346,7 @@ def test_masks_hold_in_dense_outputs_groups_and_given_picks() -> None:
         (lambda: mo.LoadBalance(coef=math.nan), "coef must be a finite number, found nan"),
         (lambda: mo.LoadBalance(segments="batchfirst"), r"unknown LoadBalance: segments 'batchfirst'"),
         (lambda: mo.LoadBalance(segments="batch_first", num_tokens="given"), "by sequence counts the tokens of each"),
-        (lambda: mo.Router(4, 1, losses={"a b": mo.ZLoss()}), "named by identifiers, found 'a b'"),
+        (lambda: mo.Router(4, 1, losses={"a b": mo.ZLoss()}), "named by identifiers of ASCII letters, found 'a b'"),
         (lambda: mo.Router(4, 1, losses={"z": 0.1}), "loss 'z' must be a LoadBalance, ZLoss or Entropy, found 0.1"),
         (
             lambda: mo.Router(4, 1, losses={o: mo.LoadBalance(segments=o) for o in ("batch_first", "sequence_first")}),
