@@ -15,6 +15,7 @@ from typing import ClassVar
 
 from moesaic.ir.attributes import format_attributes
 from moesaic.ir.core import Block, BlockArgument, Constant, Function, Module, OpResult, Value, create_one
+from moesaic.ir.errors import InternalError
 from moesaic.ir.ops import math, row
 from moesaic.ir.ops.kernel import RowProgram
 from moesaic.passes.dce import sweep
@@ -29,8 +30,9 @@ class ChooseSaved(Pass):
     """Hands values from the forward kernel to the backward kernel instead of computing them twice.
 
     Options:
-        kept: results of a forward function that was lowered before, from which this backward function must do; empty
-            if this pass is free to choose. A value has one name wherever the same function is lowered.
+        kept: what a backward function that was lowered before takes, inputs and results of its forward function, from
+            which this one must do; empty if this pass is free to choose. A value has one name wherever the same
+            function is lowered.
     """
 
     name: ClassVar[str] = "choose-saved"
@@ -57,9 +59,16 @@ class ChooseSaved(Pass):
         for value, key in value_keys(consumer.region, _outside(backward, consumer)).items():
             if not isinstance(value, OpResult) or value.type.leading != "T":
                 continue  # what is the same for all tokens is computed once a block
-            if key in known and (not self.kept or names[key] in self.kept):
+            if key in known:
                 shared[value], name_of[value] = known[key], names[key]
-        saved = _minimum_cut(consumer.region, shared)
+        missing: set[Value] = set()
+        if self.kept:
+            inputs_of_forward = {a.name for a in forward.arguments}
+            missing = {value for value in shared if name_of[value] not in self.kept}
+            for given, inside in zip(consumer.operands, consumer.region.arguments, strict=True):
+                if isinstance(given, BlockArgument) and given.name in inputs_of_forward - {*self.kept}:
+                    missing.add(inside)
+        saved = _minimum_cut(consumer.region, shared, missing)
         replaced: dict[Value, Value] = {}
         handed_over: list[str] = []
         bytes_per_token = 0
@@ -147,8 +156,14 @@ def _bytes_per_token(value: Value) -> int:
     return (columns if isinstance(columns, int) else 0) * value.type.dtype.bytes
 
 
-def _minimum_cut(region: Block, shared: dict[Value, Value]) -> list[Value]:
-    """The forward values that backward should be given, by a minimum cut over bytes per token."""
+def _minimum_cut(region: Block, shared: dict[Value, Value], missing: set[Value]) -> list[Value]:
+    """The forward values that backward should be given, by a minimum cut over bytes per token.
+
+    Args:
+        region: of backward.
+        shared: its values that forward has, too, and what they are there.
+        missing: those of them, and arguments, that nobody has kept.
+    """
     import networkx as nx  # only here: importing it takes longer than most pipelines
 
     graph = nx.DiGraph()
@@ -158,14 +173,18 @@ def _minimum_cut(region: Block, shared: dict[Value, Value]) -> list[Value]:
     def available(value: Value) -> bool:
         return isinstance(value, BlockArgument) or value in shared
 
+    def limit(value: Value, size: int) -> dict[str, int]:
+        """What it costs to keep a value: without a limit, it is not cut."""
+        return {} if value in missing else {"capacity": size}
+
     for value, number in ids.items():
         if not available(value):
             continue
         if isinstance(value, BlockArgument):
             graph.add_edge("source", ("in", number))
-            graph.add_edge(("in", number), ("out", number), capacity=0)  # lives anyway
+            graph.add_edge(("in", number), ("out", number), **limit(value, 0))  # lives anyway
             continue
-        graph.add_edge(("in", number), ("out", number), capacity=_bytes_per_token(value))
+        graph.add_edge(("in", number), ("out", number), **limit(value, _bytes_per_token(value)))
         assert isinstance(value, OpResult)
         if isinstance(value.op, row.TopK):
             graph.add_edge("source", ("in", number))
@@ -180,7 +199,10 @@ def _minimum_cut(region: Block, shared: dict[Value, Value]) -> list[Value]:
             if operand in ids and available(operand):
                 graph.add_edge(("out", ids[operand]), "sink")
 
-    _, (reachable, _) = nx.minimum_cut(graph, "source", "sink")
+    try:
+        _, (reachable, _) = nx.minimum_cut(graph, "source", "sink")
+    except nx.NetworkXUnbounded:
+        raise InternalError("choose-saved: backward needs more than what forward has kept for it") from None
     cut = [
         value
         for value, number in ids.items()

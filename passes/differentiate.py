@@ -34,6 +34,8 @@ class Differentiate(Pass):
         cotangents: names of the results that have a cotangent; empty for every float result.
         into: inputs whose gradient is added to a sum that exists.
         without: inputs that get no gradient.
+        kept: what a backward function that was lowered before takes: sums among it are handed out by the same names,
+            for the passes that decide what else is kept.
     """
 
     name: ClassVar[str] = "differentiate"
@@ -43,6 +45,7 @@ class Differentiate(Pass):
     cotangents: tuple[str, ...] = ()
     into: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
 
     def run(self, module: Module, context: PassContext) -> bool:
         forward = module.entry
@@ -55,7 +58,7 @@ class Differentiate(Pass):
         module.functions.append(backward)
         taken = {a.name for a in backward.arguments}
         for value, name in _sums(forward).items():
-            if name in taken and name not in forward.result_names:
+            if name in (*taken, *self.kept) and name not in forward.result_names:
                 forward.returned.append(value)
                 forward.result_names.append(name)
         return True

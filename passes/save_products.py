@@ -28,8 +28,8 @@ class SaveProducts(Pass):
 
     Options:
         recompute: ``h`` if backward is to compute products again; empty if they are kept.
-        kept: results of a forward function that was lowered before, from which this backward function must do; empty if
-            this pass is free to choose.
+        kept: what a backward function that was lowered before takes, inputs and results of its forward function, from
+            which this one must do; empty if this pass is free to choose.
     """
 
     name: ClassVar[str] = "save-products"

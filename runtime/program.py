@@ -90,9 +90,9 @@ class Program:
                 pipeline = PIPELINES["forward" if kind == "forward" else "default"]
                 if cotangents:
                     kept = self._kept()
-                    pipeline = pipeline.replace("differentiate", f"differentiate{{cotangents={','.join(cotangents)}}}")
-                    for saving in ("save-products", "choose-saved"):
-                        pipeline = pipeline.replace(saving, f"{saving}{{kept={','.join(kept)}}}")
+                    for saving in ("differentiate", "save-products", "choose-saved"):
+                        given = f" cotangents={','.join(cotangents)}" if saving == "differentiate" else ""
+                        pipeline = pipeline.replace(saving, f"{saving}{{kept={','.join(kept)}{given}}}")
                 pipeline = pipeline.removesuffix(",specialize")
                 module = self.module.clone()
                 history, context = History(), PassContext()
@@ -112,7 +112,7 @@ class Program:
         chosen = self._overrides.get(of_pipeline.name, of_pipeline)
         if isinstance(of_pipeline, Differentiate):
             assert isinstance(chosen, Differentiate)
-            chosen = replace(chosen, cotangents=of_pipeline.cotangents)
+            chosen = replace(chosen, cotangents=of_pipeline.cotangents, kept=of_pipeline.kept)
         if isinstance(of_pipeline, SaveProducts | ChooseSaved):
             assert isinstance(chosen, SaveProducts | ChooseSaved)
             chosen = replace(chosen, kept=of_pipeline.kept)
@@ -135,12 +135,11 @@ class Program:
         return made
 
     def _kept(self) -> tuple[str, ...]:
-        """Results of the training forward that the backward for all cotangents takes: what autograd saves of them."""
+        """What the backward for all cotangents takes: inputs and results of the training forward, which autograd saves,
+        and cotangents."""
         module = self.lower("training").module
-        forward, backward = module.entry, self.function.name + SUFFIX
-        taken = {a.name for a in module.function(backward).arguments} if module.has_function(backward) else set()
-        # No result has the name of an input, which therefore stands for keeping nothing.
-        return tuple(n for n in forward.result_names if n in taken) or (forward.arguments[0].name,)
+        backward = self.function.name + SUFFIX
+        return tuple(a.name for a in module.function(backward).arguments) if module.has_function(backward) else ()
 
     def backward_function(self, cotangents: tuple[str, ...]) -> Function | None:
         """The planned backward function for the given cotangents; ``None`` if no gradient reaches an input."""

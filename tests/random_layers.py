@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -219,6 +219,7 @@ def case(seed: int) -> Case:
         declared = replace(declared, outputs=rng.choice([("hidden",), ("hidden", "counts", "dropped")]))
     elif kind == "router":
         declared = replace(router(rng, segments), outputs=outputs(rng, False))
+        declared = _with_shared_experts(declared, random.Random(f"{seed}, shared"))
     else:
         r, s = router(rng, segments), shared(rng)
         local = r.num_experts if rng.random() < 0.8 else max(1, r.num_experts - 1)
@@ -242,6 +243,21 @@ def case(seed: int) -> Case:
         weights=rng.choice([torch.float32, torch.float32, torch.bfloat16]),
         seed=seed,
     )
+
+
+def sent(given: Case, results: Sequence[str]) -> set[str]:
+    """The results of a case that are sent a cotangent, of those that may have one: mostly all."""
+    rng = random.Random(f"{given.seed}, sent")
+    some = {name for name in results if rng.random() < 0.5} if given.seed % 3 == 1 else set(results)
+    return some or {rng.choice(sorted(results))}
+
+
+def _with_shared_experts(declared: mo.Router, rng: random.Random) -> mo.Router:
+    """Perhaps the same with columns for experts that every token goes to, if it can have them."""
+    if rng.random() < 0.7 or declared.groups is not None or declared.order != "score_then_topk":
+        return declared
+    kept = tuple(name for name in declared.outputs if name not in ("probs", "map", "bitmap"))
+    return replace(declared, shared_experts=rng.choice([1, 3]), outputs=kept or ("weights",))
 
 
 def _narrowed(given: Case, rng: random.Random) -> Case:
