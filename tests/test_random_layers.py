@@ -37,8 +37,8 @@ from moesaic.runtime.torch_ops import _recording, _reversal
 
 LOWERED = 40
 EMULATED = (7, 253, random_layers.NARROW + 44, 70774)
-"""The second sends no cotangent to one of its losses; the third has one expert, the last one number, in which four picks
-cancel."""
+"""The second sends no cotangent to one of its losses; the third has one expert, the last one number, in which four
+picks cancel."""
 ON_GPU = (*range(200), 484, 746, *range(random_layers.NARROW, random_layers.NARROW + 20))
 ALLOWED = {torch.float32: 2.0**-17, torch.float16: 2.0**-8, torch.bfloat16: 2.0**-5}
 """Of the largest value: a few products after one another, of operands rounded to 2^-24, 2^-11 and 2^-9."""
