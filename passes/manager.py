@@ -8,6 +8,7 @@ options are separated by spaces, list elements by commas.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import re
 from collections.abc import Sequence
@@ -175,7 +176,7 @@ class PassManager:
                 instrument.before_pass(index, current, module)
             try:
                 if current.requires is not None:
-                    check_stage(module, current.requires, _stage_hint(current))
+                    check_stage(module, current.requires, functools.partial(_stage_hint, current))
                 changed = current.run(module, context)
                 if current.establishes is not None:
                     check_stage(module, current.establishes)

@@ -5,6 +5,7 @@ A pass names the stage it requires and the one it establishes; the manager check
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from moesaic.ir.core import Module
@@ -35,11 +36,11 @@ _SHOWN = 3
 """Ops at fault that are named, at most: in the wrong stage all of them are."""
 
 
-def check_stage(module: Module, stage: str, hint: str = "") -> None:
+def check_stage(module: Module, stage: str, hint: Callable[[], str] | None = None) -> None:
     """Checks that a module holds only what is legal in a stage.
 
     Args:
-        hint: what to do about it, where that is known.
+        hint: says what to do about it, where that is known.
 
     Raises:
         DiagnosticError: it holds something else; names the first ops at fault.
@@ -58,5 +59,5 @@ def check_stage(module: Module, stage: str, hint: str = "") -> None:
                 )
     if found:
         shown, more = found[:_SHOWN], len(found) - _SHOWN
-        notes = (*([f"so are {more} more"] if more > 0 else ()), *([hint] if hint else ()))
+        notes = (*([f"so are {more} more"] if more > 0 else ()), *([hint()] if hint is not None else ()))
         raise DiagnosticError([*shown[:-1], replace(shown[-1], notes=(*shown[-1].notes, *notes))])
