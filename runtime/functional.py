@@ -6,7 +6,7 @@ is done with a handful of numbers per expert is plain torch. Nothing here synchr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -289,8 +289,8 @@ class _Loss:
 
 
 def pooled_load_balance(
-    score_sums: torch.Tensor | Sequence[torch.Tensor],
-    counts: torch.Tensor | Sequence[torch.Tensor],
+    score_sums: torch.Tensor | Iterable[torch.Tensor],
+    counts: torch.Tensor | Iterable[torch.Tensor],
     num_tokens: int | torch.Tensor | Sequence[int | torch.Tensor],
     *,
     top_k: int,
@@ -340,28 +340,29 @@ def pooled_load_balance(
     return torch.where(none, 0.0, factor * share / divisor / divisor)
 
 
-def _stacked(name: str, given: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
+def _stacked(name: str, given: torch.Tensor | Iterable[torch.Tensor]) -> torch.Tensor:
     """[L, E] of a tensor [E] or [L, E], or of a sequence of [E]."""
     if not isinstance(given, torch.Tensor):
-        shapes = [list(t.shape) for t in _tensors(name, given)]
+        given = _tensors(name, given)
+        shapes = [list(t.shape) for t in given]
         if not shapes or any(s != shapes[0] or len(s) != 1 for s in shapes):
             raise InputError(f"{name} must be one tensor [E] for each layer, all of one E, found shapes {shapes}")
-        given = torch.stack(list(given))
+        given = torch.stack(given)
     if given.dim() not in (1, 2):
         raise InputError(f"{name} must have shape [E] or [L, E], found {list(given.shape)}")
     return given if given.dim() == 2 else given.unsqueeze(0)
 
 
 def _tensors(name: str, given: object) -> list[torch.Tensor]:
-    """A tensor, or a sequence of them, as a list.
+    """A tensor, or several of them, as a list.
 
     Raises:
         InputTypeError: it is neither.
     """
-    found = [given] if isinstance(given, torch.Tensor) else given
-    if not isinstance(found, Sequence) or not all(isinstance(t, torch.Tensor) for t in found):
+    found = [given] if isinstance(given, torch.Tensor) else [*given] if isinstance(given, Iterable) else [given]
+    if not all(isinstance(t, torch.Tensor) for t in found):
         raise InputTypeError(f"{name} must be a tensor, or one for each layer, found {type(given).__name__}")
-    return list(found)
+    return found
 
 
 def _pooled_tokens(
@@ -381,7 +382,7 @@ def _pooled_tokens(
 
 
 def update_bias(
-    bias: torch.Tensor | Sequence[torch.Tensor], counts: torch.Tensor | Sequence[torch.Tensor], rate: float
+    bias: torch.Tensor | Iterable[torch.Tensor], counts: torch.Tensor | Iterable[torch.Tensor], rate: float
 ) -> None:
     """Moves selection biases towards even loads, in place: of each layer ::
 

@@ -108,6 +108,16 @@ def test_scores_of_ones_own() -> None:
 # Losses ---------------------------------------------------------------------------------------------------------------
 
 
+def test_layers_in_any_collection() -> None:
+    biases = {"a": torch.zeros(4), "b": torch.zeros(6)}
+    counts = {n: torch.arange(len(b)) for n, b in biases.items()}
+    mo.update_bias(biases.values(), (counts[n] for n in biases), 0.5)
+    for name, bias in biases.items():
+        wanted = torch.zeros_like(bias)
+        mo.update_bias(wanted, counts[name], 0.5)
+        assert torch.equal(bias, wanted) and bias.any()
+
+
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.int16, torch.float32])
 def test_counts_of_any_type(dtype: torch.dtype) -> None:
     """Many batches' counts exceed 2^31."""
