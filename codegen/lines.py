@@ -63,7 +63,10 @@ def literal(value: float) -> str:
 def definition(op: math.Elementwise, read: Callable[[Value], str], name: Callable[[Value], str]) -> str:
     """The line that computes one element of an op's result and names it; `read` is how an operand's is read."""
     [result] = op.results
-    expression = op.cuda_expression(*map(read, op.operands))
+    operands = [read(v) for v in op.operands]
+    if result.type.dtype.is_float and all(v.type.dtype in INTEGERS for v in op.operands):
+        operands = [f"static_cast<float>({text})" for text in operands]  # arithmetic is that of floats
+    expression = op.cuda_expression(*operands)
     return f"const {register(result)} {name(result)} = {expression};  // {comment(op, name)}"
 
 

@@ -12,7 +12,11 @@ _WORDS = frozenset(
     threadIdx blockIdx blockDim gridDim int float double bool char long short signed unsigned const auto void for if
     else while do switch case default break continue return goto new delete this class struct union enum template
     typename using namespace static extern register volatile inline operator public private protected virtual try
-    catch throw true false sizeof and or not xor min max exp log sqrt moesaic
+    catch throw true false sizeof and or not xor min max exp log sqrt moesaic mutable asm nullptr decltype friend
+    explicit constexpr consteval constinit concept requires noexcept static_cast const_cast dynamic_cast
+    reinterpret_cast alignas alignof wchar_t char8_t char16_t char32_t export typeid thread_local static_assert compl
+    bitand bitor not_eq or_eq xor_eq and_eq co_await co_return co_yield NULL INFINITY NAN EOF warpSize
+    atomicAdd atomicOr memcpy fabsf powf assert
     """.split()  # noqa: SIM905 - a list of strings would take a page
 )
 
@@ -53,7 +57,9 @@ class Names:
 
 
 def _letters(text: str) -> str:
-    return "".join(c if c.isalnum() or c == "_" else "_" for c in text)
+    """The text as C++ can have it: without what begins with two underscores, which is the compiler's."""
+    letters = "".join(c if c.isalnum() or c == "_" else "_" for c in text)
+    return f"v{letters}" if letters.startswith("__") else letters
 
 
 def short_name(value: Value) -> str:

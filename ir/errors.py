@@ -53,6 +53,10 @@ class InternalError(MoesaicError, RuntimeError):
     exit_code = 70
 
 
+class NotKeptError(MoesaicError, RuntimeError):
+    """A backward function needs what its forward function has not kept; another one has to do its work."""
+
+
 class EmulationError(MoesaicError, RuntimeError):
     """The emulator caught a kernel doing something a GPU would not forgive."""
 

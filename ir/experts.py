@@ -9,6 +9,7 @@ from typing import Any
 from moesaic.ir.builder import Builder
 from moesaic.ir.core import Module, Value, create, create_one
 from moesaic.ir.errors import InputError, check_choice, check_flag, check_identifier, check_names
+from moesaic.ir.losses import check_number
 from moesaic.ir.ops.slot import ALIGNMENTS, stored
 from moesaic.ir.types import DType, tensor
 
@@ -45,7 +46,7 @@ class ClampedSwiGLU:
     offset 1. A gate is bounded from above only.
 
     Raises:
-        InputError: the limit is not positive.
+        InputError: the limit is not positive, or one of the others no finite number.
     """
 
     limit: float
@@ -53,7 +54,9 @@ class ClampedSwiGLU:
     offset: float = 0.0
 
     def __post_init__(self) -> None:
-        if not self.limit > 0:
+        for name in ("alpha", "offset"):
+            check_number(f"clamped_swiglu: {name}", getattr(self, name))
+        if isinstance(self.limit, bool) or not isinstance(self.limit, int | float) or not self.limit > 0:
             raise InputError(f"clamped_swiglu: limit must be a number > 0, found {self.limit!r}")
 
     def __call__(self, gate: Value, up: Value) -> Value:
@@ -154,7 +157,7 @@ class Experts:
             raise InputError(f"capacity must be a finite number > 0, or None, found {self.capacity!r}")
         if self.pad and self.capacity is None:
             raise InputError("pad gives every expert as many rows as the capacity; give capacity, too")
-        if self.align not in ALIGNMENTS:
+        if self.align not in ALIGNMENTS or type(self.align) is not int:
             raise InputError(f"align must be one of {', '.join(map(str, ALIGNMENTS))}, found {self.align!r}")
         object.__setattr__(self, "outputs", check_names("outputs", self.outputs))
         if not self.outputs or len(set(self.outputs)) != len(self.outputs):
@@ -180,8 +183,8 @@ class Experts:
             InputError: a type is unknown, there are no picks, or activation or gating give something else than they
                 should.
         """
-        if top_k < 1:
-            raise InputError(f"indices must hold one pick a token or more, found {top_k}")
+        if isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1:
+            raise InputError(f"indices must hold one pick a token or more, found {top_k!r}")
         dtype, indices, weights = map(DType.parse, (dtype, indices, weights))
         b = Builder(self.name)
         x = b.input("x", tensor(dtype, "T", self.hidden))

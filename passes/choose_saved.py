@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from moesaic.ir.attributes import format_attributes
 from moesaic.ir.core import Block, BlockArgument, Constant, Function, Module, OpResult, Value, create_one
-from moesaic.ir.errors import InternalError
+from moesaic.ir.errors import NotKeptError
 from moesaic.ir.ops import math, row
 from moesaic.ir.ops.kernel import RowProgram
 from moesaic.passes.dce import sweep
@@ -202,7 +202,7 @@ def _minimum_cut(region: Block, shared: dict[Value, Value], missing: set[Value])
     try:
         _, (reachable, _) = nx.minimum_cut(graph, "source", "sink")
     except nx.NetworkXUnbounded:
-        raise InternalError("choose-saved: backward needs more than what forward has kept for it") from None
+        raise NotKeptError("choose-saved: backward needs more than what forward has kept for it") from None
     cut = [
         value
         for value, number in ids.items()

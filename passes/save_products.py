@@ -62,7 +62,8 @@ class SaveProducts(Pass):
         for value in _repeated(backward.body, keys, known):
             users = backward.body.users(value)
             if isinstance(value.op, slot.Product):
-                if not self.recompute or any(user in part for user in users):
+                is_logits = value.type.shape[-1] == 1 or any(user in part for user in users)  # of a gate, of a router
+                if not self.recompute or is_logits:
                     hand_over(value)
             elif value.op in part and not all(user in part for user in users):
                 hand_over(value)  # what a router gives to experts: their backward comes before its own

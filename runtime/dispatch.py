@@ -9,7 +9,8 @@ import torch
 from moesaic.ir.builder import Builder
 from moesaic.ir.core import Value
 from moesaic.ir.errors import InputError, InputTypeError
-from moesaic.ir.ops.slot import ALIGNMENTS, SLOTS, stored
+from moesaic.ir.experts import Experts
+from moesaic.ir.ops.slot import SLOTS, stored
 from moesaic.ir.types import DType, tensor
 from moesaic.runtime.compile import compile
 from moesaic.runtime.layer import CompiledLayer
@@ -89,13 +90,18 @@ def combine(
     Raises:
         InputError, InputTypeError: an argument that does not fit.
     """
-    for name, given in (("x", x), ("weights", weights)):
-        if given is not None and not isinstance(given, torch.Tensor):
+    if not isinstance(dispatched, Dispatch):
+        raise InputTypeError(f"dispatched must be what dispatch gave, found {type(dispatched).__name__}")
+    for name, given in (("x", x), *((("weights", weights),) if weights is not None else ())):
+        if not isinstance(given, torch.Tensor):
             raise InputTypeError(f"{name} must be a tensor, found {type(given).__name__}")
-        if given is not None and given.dtype not in FLOATS:
+        if given.dtype not in FLOATS:
             raise InputError(f"{name} must be floats, found {str(given.dtype).removeprefix('torch.')}")
-    if x.dim() != 2 or x.shape[0] != dispatched.tokens.shape[0]:
-        raise InputError(f"x must have shape [{dispatched.tokens.shape[0]}, n], found {list(x.shape)}")
+    slots = dispatched.tokens.shape[0]
+    if x.dim() != 2 or x.shape[0] != slots or x.shape[1] < 1:
+        raise InputError(f"x must have shape [{slots}, n] with n >= 1, found {list(x.shape)}")
+    if dispatched.picks.shape[0] != slots:
+        raise InputError(f"picks must have shape [{slots}], as tokens have, found {list(dispatched.picks.shape)}")
     weighted = "" if weights is None else FLOATS[weights.dtype].value
     layer = _combine_layer(FLOATS[x.dtype].value, x.shape[1], dispatched.slots.shape[-1], weighted, backend)
     given = {"x": x, "tokens": dispatched.tokens}
@@ -109,14 +115,7 @@ def combine(
 def _dispatch_layer(
     indices: str, top_k: int, num_experts: int, align: int, capacity: float | None, pad: bool, backend: str
 ) -> CompiledLayer:
-    if isinstance(num_experts, bool) or not isinstance(num_experts, int) or num_experts < 1:
-        raise InputError(f"num_experts must be an integer >= 1, found {num_experts!r}")
-    if align not in ALIGNMENTS:
-        raise InputError(f"align must be one of {', '.join(map(str, ALIGNMENTS))}, found {align!r}")
-    if capacity is not None and not 0 < capacity < float("inf"):
-        raise InputError(f"capacity must be a finite number > 0, or None, found {capacity!r}")
-    if pad and capacity is None:
-        raise InputError("pad gives every expert as many slots as the capacity; give capacity, too")
+    Experts(num_experts, 1, 1, capacity=capacity, pad=pad, align=align)  # to which they mean the same, and checks them
     b = Builder("dispatch")
     ids = b.input("indices", tensor(DType(indices), "T", top_k))
     results = b.op("slot.dispatch", ids, experts=num_experts, align=align, capacity=capacity, pad=pad)

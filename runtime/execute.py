@@ -148,9 +148,9 @@ class Prepared:
         """Allocates, launches every step on the stream, and gives the results."""
         tokens = 0 if self.tokens_from < 0 else inputs[self.tokens_from].shape[0]
         sequences = 0 if self.sequences_from < 0 else inputs[self.sequences_from].shape[0]
+        slots = 0 if self.slots_from < 0 else inputs[self.slots_from].shape[0]
         sized = self.sized
-        if sized is None or sized.tokens != tokens or sized.sequences != sequences:
-            slots = 0 if self.slots_from < 0 else inputs[self.slots_from].shape[0]
+        if sized is None or (sized.tokens, sized.sequences, sized.slots) != (tokens, sequences, slots):
             sized = self.sized = self._size(tokens, sequences, slots)
         fresh = self.runner.fresh
         tensors = [*inputs]
@@ -226,7 +226,7 @@ class Prepared:
             if step.symbol:
                 symbols[step.symbol] = blocks
         shapes = [(symbols[slot.rows], *slot.columns) if slot.rows else slot.columns for slot in self.slots]
-        return _Sized(tokens, sequences, tuple(grids), tuple(shapes))
+        return _Sized(tokens, sequences, slots, tuple(grids), tuple(shapes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,12 +236,14 @@ class _Sized:
     Attributes:
         tokens: T.
         sequences: N; 0 where tokens belong to no sequences.
+        slots: M, where it is the caller's; else 0.
         grids: of each launch.
         shapes: of each buffer.
     """
 
     tokens: int
     sequences: int
+    slots: int
     grids: tuple[Grid, ...]
     shapes: tuple[tuple[int, ...], ...]
 

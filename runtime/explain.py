@@ -219,6 +219,8 @@ class Explanation:
                     f"%{largest.name} {largest.type} goes through memory from {largest.writer} to "
                     f"{', '.join(largest.readers)}: {_bytes(largest.bytes)}, {_us(largest.us)} us of floors"
                 )
+        if not self.kernels:
+            return "nothing: there is no kernel"
         highest = max(self.kernels.values(), key=lambda k: k.floor_us)
         return (
             f"not measured; the highest floor is that of {highest.symbol}: {_us(highest.floor_us)} us ({highest.limit})"

@@ -91,10 +91,10 @@ def source_of(kernel: GeneratedKernel) -> str:
             others.append(path)
             continue
         _check_parameters(kernel, text, path)
-        _say_once(f"{path} is used instead of the generated text, because {environment.OVERRIDE_DIR.name} is set")
+        say_once(f"{path} is used instead of the generated text, because {environment.OVERRIDE_DIR.name} is set")
         return text
     for path in others:
-        _say_once(f"{path} is not used: its banner says another IR or configuration than that of {kernel.symbol} here")
+        say_once(f"{path} is not used: its banner says another IR or configuration than that of {kernel.symbol} here")
     return kernel.source
 
 
@@ -187,7 +187,7 @@ def _library_bytes() -> int:
         return 0
 
 
-def _say_once(text: str) -> None:
+def say_once(text: str) -> None:
     if text not in _said:
         _said.add(text)
         _log.warning(text)
@@ -214,7 +214,7 @@ def _dump(folder: Path, source: str, made: nvrtc.CompiledKernel) -> None:
             _replace(stem.with_name(f"{stem.name}.cubin"), made.cubin)
             _replace(stem.with_name(f"{stem.name}.resources.json"), (json.dumps(report, indent=2) + "\n").encode())
         except OSError as error:
-            _say_once(f"{environment.DUMP_DIR.name}={folder} cannot be written: {error.strerror or error}")
+            say_once(f"{environment.DUMP_DIR.name}={folder} cannot be written: {error.strerror or error}")
 
 
 def _replace(path: Path, content: bytes) -> None:

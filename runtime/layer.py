@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import keyword
 import pickle
 from collections import namedtuple
 from collections.abc import Sequence
@@ -105,7 +106,7 @@ class CompiledLayer(LayerViews):
         handles = (*self._handles.values(), *self._masked_handles.values())
         return next((traced[h, self._asked] for h in handles if (h, self._asked) in traced), self._asked)
 
-    def __call__(self, *args: torch.Tensor, **inputs: torch.Tensor) -> Any:
+    def __call__(self, /, *args: torch.Tensor, **inputs: torch.Tensor) -> Any:
         """Runs the layer; see the class.
 
         Raises:
@@ -331,7 +332,13 @@ def _restore(declared: Router | str, target: str | None, backend: str, passes: s
 def _declared_dtype(declared: Router | Module) -> DType | None:
     """The dtype the logits have to have; ``None`` if each call may bring its own."""
     if isinstance(declared, Module):
-        return declared.entry.arguments[0].type.dtype
+        entry = declared.entry
+        if not entry.arguments:
+            raise InputError(f"@{entry.name} has no input; the first one must be rows [T, E]")
+        for name in entry.result_names:
+            if keyword.iskeyword(name) or name.startswith("_"):
+                raise InputError(f"@{entry.name}: a result cannot be called {name!r} in Python; name it otherwise")
+        return entry.arguments[0].type.dtype
     return DType.parse(declared.dtype) if declared.dtype is not None else None
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from moesaic.codegen.kernel import GeneratedKernel
 from moesaic.ir.core import Constant, Function, Value
-from moesaic.ir.errors import InternalError
+from moesaic.ir.errors import InternalError, UnsupportedError
 from moesaic.ir.ops.launch import Alloc, Kernel
 from moesaic.ir.types import TensorType
 from moesaic.passes.begin_early import ended_before
@@ -107,7 +107,10 @@ def build_plan(function: Function, kernels: Sequence[GeneratedKernel]) -> Launch
             raise InternalError(f"@{function.name} is not planned: {op.summary()}")
     for value in function.returned:
         if isinstance(value, Constant):
-            raise InternalError(f"@{function.name} returns the constant {value.value}")
+            raise UnsupportedError(
+                f"@{function.name} returns the constant {value.value}, which no kernel makes; return what is computed "
+                "from an input, or take the constant out of the results"
+            )
     return LaunchPlan(
         function.name,
         inputs,

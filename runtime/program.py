@@ -29,6 +29,7 @@ from moesaic.passes.manager import PIPELINES, Instrument, Pass, PassContext, Pas
 from moesaic.passes.save_products import SaveProducts
 from moesaic.passes.specialize import Specialize
 from moesaic.runtime import token_buckets
+from moesaic.runtime.kernels import say_once
 from moesaic.runtime.plan import LaunchPlan, build_plan
 from moesaic.runtime.reproducer import Reproduce
 
@@ -128,7 +129,7 @@ class Program:
             made.append(printing)
         name = f"{self.function.name}-{self.key[:8]}-{key.strip().replace(' ', '-').replace(',', '-')}"
         dump, reproducers = environment.DUMP_DIR.get(), environment.REPRODUCER_DIR.get()
-        if dump is not None:
+        if dump is not None and _can_hold_files(dump / name):
             made.append(SaveTree(dump / name))
         # Asked for, of any failure; else of faults of ours only.
         made.append(Reproduce(None if reproducers is None else reproducers / f"{name}.moe"))
@@ -288,3 +289,13 @@ def with_gradients(key: str, passes: str, into: tuple[str, ...], without: tuple[
     biases = {a.name for a in module.entry.arguments} - {*without}
     changed = Differentiate(into=into, without=tuple(n for n in without if f"{n}_bias" not in biases))
     return program_of(module, ",".join([*([passes] if passes else []), str(changed)])).key
+
+
+def _can_hold_files(folder: Path) -> bool:
+    """Whether there is such a folder, or can be; says so where not, for a dump must not stop what it is about."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        say_once(f"{environment.DUMP_DIR.name}={folder} cannot be written: {error.strerror or error}")
+        return False
+    return True

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from moesaic.ir.core import Function
-from moesaic.ir.errors import InternalError, UnsupportedError
+from moesaic.ir.errors import NotKeptError, UnsupportedError
 from moesaic.ir.types import Affine, Dim
 from moesaic.runtime.execute import RUNNERS
 from moesaic.runtime.plan import made_slots
-from moesaic.runtime.program import program_by_key
+from moesaic.runtime.program import Program, program_by_key
 from moesaic.runtime.reference import TORCH_DTYPES
 
 _library = torch.library.Library("moesaic", "DEF")
@@ -131,6 +131,24 @@ def _reversal(program_key: str, given: tuple[int, ...]) -> _Reversal:
     program = program_by_key(program_key)
     recording = _recording(program_key, True)
     names = tuple(recording.results[i] for i in given)
+    try:
+        return _reversal_of(program, recording, names)
+    except NotKeptError:  # forward has kept what backward of all cotangents takes: that one, with zeros for the others
+        every = _reversal_of(program, recording, program.float_results)
+        reached = [a.name in program.differentiable_inputs(names) for a in program.function.arguments]
+        return replace(
+            every,
+            gradients=tuple(g if r else -1 for g, r in zip(every.gradients, reached, strict=True)),
+            zeros=tuple(z and r for z, r in zip(every.zeros, reached, strict=True)),
+        )
+
+
+def _reversal_of(program: Program, recording: _Recording, names: tuple[str, ...]) -> _Reversal:
+    """Of the cotangents with these names.
+
+    Raises:
+        NotKeptError: what it takes is not what forward has kept.
+    """
     backward = program.backward_function(names) if names else None
     inputs = [a.name for a in program.function.arguments]
     reached = program.differentiable_inputs(names)
@@ -144,7 +162,7 @@ def _reversal(program_key: str, given: tuple[int, ...]) -> _Reversal:
         elif argument.name.removeprefix("d_") in names:
             operands.append(("cotangent", recording.results.index(argument.name.removeprefix("d_"))))
         else:
-            raise InternalError(f"backward of {', '.join(names)} takes {argument.name}, which forward does not keep")
+            raise NotKeptError(f"backward of {', '.join(names)} takes {argument.name}, which forward does not keep")
     gradients = tuple(made.get(f"d_{n}", -1) for n in inputs)
     zeros = tuple(g < 0 and n in reached and f"main_{n}" not in made for n, g in zip(inputs, gradients, strict=True))
     return _Reversal(names, tuple(operands), gradients, zeros)
@@ -155,6 +173,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Sequence[torch.Ten
     ctx.program, ctx.backend, ctx.training = program_key, backend, training
     ctx.mains = {}
     ctx.shapes = [(t.shape, t.dtype) for t in tensors]
+    ctx.results = [(t.shape, t.dtype) for t in output]
     ctx.set_materialize_grads(False)
     if training:
         saved = _recording(program_key, True).saved
@@ -177,7 +196,7 @@ def _gradients(ctx: Any, grads: Sequence[torch.Tensor | None], *, dispatched: bo
     if reversal.operands:
         saved = ctx.saved_tensors
         operands = [
-            saved[i] if kind == "saved" else _rows(grads[i]) if kind == "cotangent" else _main(ctx, i)
+            saved[i] if kind == "saved" else _cotangent(ctx, grads, i) if kind == "cotangent" else _main(ctx, i)
             for kind, i in reversal.operands
         ]
         if dispatched and ctx.mains:
@@ -197,6 +216,15 @@ def _gradients(ctx: Any, grads: Sequence[torch.Tensor | None], *, dispatched: bo
             assert cotangent is not None
             gradients[number] = cotangent.new_zeros(shape, dtype=dtype)
     return gradients
+
+
+def _cotangent(ctx: Any, grads: Sequence[torch.Tensor | None], number: int) -> torch.Tensor:
+    """The cotangent of a result, as kernels read it; zeros where there is none."""
+    given = grads[number]
+    if given is None:
+        shape, dtype = ctx.results[number]
+        given = next(g for g in grads if g is not None).new_zeros(shape, dtype=dtype)
+    return _rows(given)
 
 
 def _main(ctx: Any, number: int) -> torch.Tensor:

@@ -252,6 +252,12 @@ def sent(given: Case, results: Sequence[str]) -> set[str]:
     return some or {rng.choice(sorted(results))}
 
 
+def frozen(given: Case, inputs: Sequence[str]) -> set[str]:
+    """The inputs of a case that get no gradient, of those that could: mostly none, and never all."""
+    rng = random.Random(f"{given.seed}, frozen")
+    return {name for name in inputs[1:] if rng.random() < 0.6} if given.seed % 3 == 2 else set()
+
+
 def _with_shared_experts(declared: mo.Router, rng: random.Random) -> mo.Router:
     """Perhaps the same with columns for experts that every token goes to, if it can have them."""
     if rng.random() < 0.7 or declared.groups is not None or declared.order != "score_then_topk":

@@ -640,3 +640,94 @@ def test_no_synchronisation() -> None:
         compiled(**given).hidden.sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+# Backward of what forward has kept ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", COMPILED)
+@pytest.mark.parametrize("mean", [False, True])
+def test_products_again_beside_a_shared_expert_with_a_gate(mean: bool, backend: str) -> None:
+    """Its logit is kept: backward of it waits for the product that has to be computed again for the rest."""
+    layer = mo.MoE(mo.Router(5, 2), mo.Experts(5, 16, 8), shared=mo.SharedExpert(8, gate=True), mean=mean)
+    given = drawn(layer, 13, torch.float32)
+    cotangent = cotangent_for(13, 16)
+    wanted = exact(layer, given, cotangent)
+    for recompute in (None, "h"):
+        check(
+            run(mo.compile(layer, backend=backend, recompute=recompute), given, cotangent, device_of(backend)),
+            wanted,
+            1e-4,
+        )
+
+
+SOME = {
+    "one expert": (mo.MoE(mo.Router(1, 1), mo.Experts(1, 16, 8), outputs=("hidden", "weights")), "weights", None),
+    "scores": (
+        mo.MoE(
+            mo.Router(3, 2, score="sigmoid", losses={"z": mo.ZLoss(coef=0.1)}),
+            mo.Experts(3, 16, 8),
+            outputs=("indices", "scores"),
+        ),
+        "scores",
+        "h",
+    ),
+}
+
+
+@pytest.mark.parametrize("backend", COMPILED)
+@pytest.mark.parametrize("name", SOME)
+def test_some_cotangents_where_matrices_are_frozen(name: str, backend: str) -> None:
+    """What forward has kept for all cotangents may be too little for some alone: the others' are zeros then."""
+    layer, result, recompute = SOME[name]
+    given = drawn(layer, 7, torch.float32)
+    found = []
+    for how, device in ((backend, device_of(backend)), ("reference", "cpu")):
+        inputs = {n: t.to(device, copy=True) for n, t in given.items()}
+        inputs["x"].requires_grad_()
+        value = getattr(mo.compile(layer, backend=how, recompute=recompute)(**inputs), result)
+        value.backward(torch.randn(value.shape, generator=torch.Generator().manual_seed(3)).to(device))
+        assert inputs["x"].grad is not None
+        found.append(inputs["x"].grad.cpu())
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+    assert found[1].any() == (name != "one expert")
+
+
+@pytest.mark.parametrize("backend", ["reference", *COMPILED])
+def test_experts_of_ones_own_with_changing_numbers_of_slots(backend: str) -> None:
+    """As many tokens, and more or fewer slots from call to call."""
+    g, device = torch.Generator().manual_seed(4), device_of(backend)
+    ids = torch.randint(0, 3, (4, 2), generator=g).to(device)
+    for align in (1, 64, 16, 1):
+        dispatched = mo.dispatch(ids, 3, align=align, backend=backend)
+        x = torch.randn(len(dispatched.tokens), 8, generator=g).to(device).requires_grad_()
+        weights = torch.rand(4, 2, generator=g).to(device)
+        y = mo.combine(x, dispatched, weights, backend=backend)
+        cotangent = torch.randn(4, 8, generator=g).to(device)
+        y.backward(cotangent)
+        slots, wanted = dispatched.slots.long(), torch.zeros_like(x)
+        wanted.index_put_((slots.flatten(),), (weights[..., None] * cotangent[:, None]).flatten(0, 1), accumulate=True)
+        torch.testing.assert_close(y.detach(), (weights[..., None] * x.detach()[slots]).sum(1))
+        torch.testing.assert_close(x.grad, wanted)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda ids, d, x: mo.dispatch(ids, 3, capacity="1"),
+            "capacity must be a finite number > 0, or None, found '1'",
+        ),
+        (lambda ids, d, x: mo.dispatch(ids, 3, align=True), "align must be one of 1, 16, 64, 128, found True"),
+        (lambda ids, d, x: mo.dispatch(ids, 3, align=16.0), "align must be one of 1, 16, 64, 128, found 16.0"),
+        (lambda ids, d, x: mo.dispatch(ids, 3, capacity=1.0, pad=1), "pad must be True or False, found 1"),
+        (lambda ids, d, x: mo.combine(x, None), "dispatched must be what dispatch gave, found NoneType"),
+        (lambda ids, d, x: mo.combine(None, d), "x must be a tensor, found NoneType"),
+        (lambda ids, d, x: mo.combine(x[:, :0], d), r"x must have shape \[8, n\] with n >= 1, found \[8, 0\]"),
+        (lambda ids, d, x: mo.combine(x, d._replace(picks=d.picks[1:])), r"picks must have shape \[8\].* found \[7\]"),
+    ],
+)
+def test_dispatches_and_combines_that_have_no_meaning(call: Callable[..., Any], message: str) -> None:
+    ids = torch.zeros(4, 2, dtype=torch.int64)
+    with pytest.raises((InputError, InputTypeError), match=message):
+        call(ids, mo.dispatch(ids, 3), torch.zeros(8, 4))

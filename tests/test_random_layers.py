@@ -32,7 +32,8 @@ from random_layers import OF_ROUTER, Case
 from routing import device_of
 
 import moesaic as mo
-from moesaic.runtime.program import program_of
+from moesaic.runtime.program import program_of, with_gradients
+from moesaic.runtime.signature import signature_of
 from moesaic.runtime.torch_ops import _recording, _reversal
 
 LOWERED = 40
@@ -54,10 +55,11 @@ Tensors = dict[str, torch.Tensor]
 
 def run(case: Case, given: Tensors, backend: str, device: str, stored: Tensors | None = None) -> Tensors:
     """Results, and the gradients for random cotangents, which are rounded to the types of the results `stored`; of a
-    third of the cases for some of the cotangents alone."""
+    third of the cases for some of the cotangents alone, and of some inputs alone."""
     inputs = {n: t.detach().to(device) for n, t in given.items()}
+    frozen = random_layers.frozen(case, list(inputs))
     for name, tensor in inputs.items():
-        tensor.requires_grad_(tensor.is_floating_point() and name not in ("bias", "num_tokens"))
+        tensor.requires_grad_(tensor.is_floating_point() and name not in ("bias", "num_tokens", *frozen))
     result = mo.compile(case.declared, backend=backend)(**inputs)
     fields = result._asdict() if hasattr(result, "_asdict") else {"hidden": result}
     made: Tensors = {n: v for n, v in fields.items() if n != "losses"}
@@ -153,8 +155,11 @@ def test_backward_of_some_cotangents_does_with_what_is_kept(seed: int) -> None:
         recording = _recording(program.key, True)
         rng, count = random.Random(number), len(recording.floats)
         some = [s for n in range(1, count) for s in itertools.combinations(recording.floats, n)]
-        for given in rng.sample(some, min(4, len(some))):
-            _reversal(program.key, given)  # raises where backward takes something else
+        matrices = [n for n, _ in signature_of(program.key).matrices]
+        frozen = tuple(n for n in matrices if rng.random() < 0.5)
+        keys = [program.key, *([with_gradients(program.key, "", (), frozen)] if frozen else [])]
+        for given, key in itertools.product(rng.sample(some, min(3, len(some))), keys):
+            _reversal(key, given)  # raises where it cannot be lowered
 
 
 @pytest.mark.emulate

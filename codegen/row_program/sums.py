@@ -31,19 +31,20 @@ class Sums:
     def count(self, op: col.Count) -> list[str]:
         text = self.text
         picks, name, indices = text.rows_of(op.indices), text.name(op.y), text.array(op.indices)
+        size = self._counted(op)
         here = f" && {indices}[p] >= 0" if row.may_be_away(op.indices) else ""
         if text.block:  # long rows leave no shared memory for it
             pointer = next(p for value, p in text.results if value is op.y)
             row_of_block = self.in_memory(op.y, pointer)
             text.setup += [
                 f"int* const {name} = {row_of_block};  // %{op.y.name or name}, picks of this block's tokens",
-                f"for (int e = lane; e < kExperts; e += kLanes) moesaic::store_one({name} + e, 0);",
+                f"for (int e = lane; e < {size}; e += kLanes) moesaic::store_one({name} + e, 0);",
                 "__syncthreads();",
             ]
         else:
             text.setup += [
-                f"__shared__ int {name}[kExperts];  // %{op.y.name or name}, picks of this block's tokens",
-                f"for (int e = threadIdx.x; e < kExperts; e += kThreads) {name}[e] = 0;",
+                f"__shared__ int {name}[{size}];  // %{op.y.name or name}, picks of this block's tokens",
+                f"for (int e = threadIdx.x; e < {size}; e += kThreads) {name}[e] = 0;",
                 "__syncthreads();",
             ]
         return [
@@ -52,6 +53,10 @@ class Sums:
             f"  if (active && {picks}::live(p, lane){here}) atomicAdd(&{name}[{indices}[p]], 1);",
             "}",
         ]
+
+    def _counted(self, op: col.Count) -> str:
+        """Among how many experts picks are counted: those of a row, but for who says otherwise."""
+        return "kExperts" if op.size == self.text.experts else str(op.size)
 
     def over_tokens(self, op: col.Sum) -> list[str]:
         text = self.text
@@ -112,7 +117,7 @@ class Sums:
             text.finish += [
                 "",
                 "__syncthreads();",
-                "for (int e = threadIdx.x; e < kExperts; e += kThreads) {",
+                f"for (int e = threadIdx.x; e < {self._counted(value.op)}; e += kThreads) {{",
                 f"  moesaic::store_one({row_of_block} + e, {name}[e]);",
                 "}",
             ]

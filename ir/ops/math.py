@@ -52,7 +52,10 @@ class Elementwise(Op):
         return self.cuda.format(*operands)
 
     def reference(self, xp: ArrayNamespace, *operands: Array) -> Array:
-        return self.formula(xp, *(xp.upcast(x) for x in operands))
+        given = [xp.upcast(x) for x in operands]
+        if self.result_dtype().is_float and not any(v.type.dtype.is_float for v in self.operands):
+            given = [xp.cast(x, DType.F32) for x in given]  # arithmetic is that of floats
+        return self.formula(xp, *given)
 
     def flops(self, size: Callable[[TensorType], float]) -> float:
         return size(self.results[0].type) if self.arithmetic else 0.0

@@ -616,6 +616,8 @@ def check_picks(op: Op, indices: Value, experts: int) -> None:
         limit = made_by.x.type.shape[-1]
     elif isinstance(made_by, Given):
         limit = made_by.size
+    elif isinstance(made_by, Append):
+        limit = made_by.first + made_by.count
     if isinstance(limit, int) and limit > experts:
         op.fail(f"these picks are among {limit} experts, which do not fit into {experts}")
 

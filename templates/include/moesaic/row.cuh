@@ -419,10 +419,14 @@ __device__ __forceinline__ void store_scattered(T* row, const X (&x)[Picks::kSlo
   for (int c = 0; c < Experts::kChunks; ++c) {
     const int column = Experts::column(c * kVec, lane);
     if (!Experts::live(c * kVec, lane) || !active) continue;
-    typename Word<kVec * static_cast<int>(sizeof(T))>::type word;
-    memcpy(&word, zero_row + column, sizeof(word));
+    constexpr int kBytes = kVec * static_cast<int>(sizeof(T)), kWord = smaller(kBytes, 16);
     T values[kVec];
-    memcpy(values, &word, sizeof(word));
+#pragma unroll
+    for (int b = 0; b < kBytes; b += kWord) {
+      typename Word<kWord>::type word;
+      memcpy(&word, reinterpret_cast<const unsigned char*>(zero_row + column) + b, kWord);
+      memcpy(reinterpret_cast<unsigned char*>(values) + b, &word, kWord);
+    }
     store<kVec, kAlign>(row + column, values);
   }
   team_sync<Experts::kLanes>();
