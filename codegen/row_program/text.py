@@ -167,7 +167,10 @@ class Text:
         known = not isinstance(base, OpResult) or ops.index(base.op) < ops.index(op)
         # A row program has room for one table that scatters go through (`row_shape.py`), and this one is not zero.
         alone = [o for o in ops if isinstance(o, row.Scatter) and o not in self.sparse.values()] == [op]
-        return ScatteredOnto(add, broadcast) if self.layout(base).kind == "vector" and known and alone else None
+        held = base not in self.shared  # which has a place of its own there
+        return (
+            ScatteredOnto(add, broadcast) if self.layout(base).kind == "vector" and known and alone and held else None
+        )
 
     def storage(self, value: Value) -> str:
         """C++ type of a value's elements in memory."""
