@@ -139,21 +139,22 @@ def test_a_dump_that_cannot_be_written_stops_nothing(
 @pytest.mark.parametrize("backend", COMPILED)
 def test_a_gradient_onto_what_lies_in_shared_memory(backend: str) -> None:
     """Scores that are summed over tokens, picked among, and shown where groups are kept."""
-    text = """moe.func @route(%logits: tensor<Tx16xf32>) -> (r: tensor<Tx16xf32>, v: tensor<Tx2xf32>, c: tensor<16xf32>) {
-      %kept = row.group_limit %logits {groups = 8, keep = 6}
+    results = "r: tensor<Tx16xf32>, v: tensor<Tx2xf32>, c: tensor<16xf32>"
+    text = f"""moe.func @route(%logits: tensor<Tx16xf32>) -> ({results}) {{
+      %kept = row.group_limit %logits {{groups = 8, keep = 6}}
       %scores = row.softmax %logits
       %r = math.select %kept, %scores, 0.5
       %c = col.sum %scores
-      %v, %i = row.topk %scores {k = 2}
+      %v, %i = row.topk %scores {{k = 2}}
       return %r, %v, %c
-    }"""
+    }}"""
     found = []
     for how in (backend, "reference"):
         logits = normal(7, 16).to(device_of(how)).requires_grad_()
-        results = mo.compile(mo.parse(text), backend=how)(logits)
+        made = mo.compile(mo.parse(text), backend=how)(logits)
         g = torch.Generator().manual_seed(2)
-        cotangents = [torch.randn(t.shape, generator=g).to(t.device) for t in results]
-        torch.autograd.backward([*results], cotangents)
+        cotangents = [torch.randn(t.shape, generator=g).to(t.device) for t in made]
+        torch.autograd.backward([*made], cotangents)
         assert logits.grad is not None and logits.grad.any()
         found.append(logits.grad.cpu())
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
