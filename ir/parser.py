@@ -220,10 +220,7 @@ class _Parser:
     def _operand(self, scope: dict[str, Value]) -> Value:
         token = self._next()
         if token.kind == "number":
-            try:
-                return Constant(float(token.text))
-            except InputError as error:
-                self._fail(str(error), token)
+            return Constant(float(token.text))
         if token.kind != "value":
             self._fail(f"expected an operand after ',', found {_shown(token)}", token)
         if token.text not in scope:

@@ -6,6 +6,7 @@ repeating them. float64 inputs are computed in float64.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,9 @@ import torch
 
 from moesaic.ir.core import Constant, Function, Value
 from moesaic.ir.types import DType
+
+_LARGEST = torch.finfo(torch.float32).max
+_ROUNDS_TO_INFINITY = 2.0**128 - 2.0**103  # the smallest number that does, in float32
 
 TORCH_DTYPES = {
     DType.BF16: torch.bfloat16,
@@ -70,6 +74,8 @@ class TorchArrays:
     @staticmethod
     def constant(value: float, like: torch.Tensor) -> torch.Tensor:
         dtype = like.dtype if like.dtype.is_floating_point else torch.float32
+        if dtype == torch.float32 and abs(value) > _LARGEST:  # torch refuses, and a kernel rounds
+            value = math.copysign(_LARGEST if abs(value) < _ROUNDS_TO_INFINITY else math.inf, value)
         return torch.full((), value, dtype=dtype, device=like.device)  # unlike torch.tensor, no copy from the host
 
     @staticmethod
