@@ -73,10 +73,7 @@ class TorchArrays:
 
     @staticmethod
     def constant(value: float, like: torch.Tensor) -> torch.Tensor:
-        dtype = like.dtype if like.dtype.is_floating_point else torch.float32
-        if dtype == torch.float32 and abs(value) > _LARGEST:  # torch refuses, and a kernel rounds
-            value = math.copysign(_LARGEST if abs(value) < _ROUNDS_TO_INFINITY else math.inf, value)
-        return torch.full((), value, dtype=dtype, device=like.device)  # unlike torch.tensor, no copy from the host
+        return _scalar(value, like.dtype if like.dtype.is_floating_point else torch.float32, like.device)
 
     @staticmethod
     def zeros(shape: Sequence[int], dtype: DType, like: torch.Tensor) -> torch.Tensor:
@@ -220,6 +217,13 @@ def _groups(counts: torch.Tensor, offsets: torch.Tensor) -> Iterator[tuple[int, 
         yield number, (first, first + count)
 
 
+def _scalar(value: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A number as a tensor; one that float32 cannot hold is rounded, as a kernel does, where torch refuses."""
+    if dtype == torch.float32 and abs(value) > _LARGEST:
+        value = math.copysign(_LARGEST if abs(value) < _ROUNDS_TO_INFINITY else math.inf, value)
+    return torch.full((), value, dtype=dtype, device=device)  # unlike torch.tensor, no copy from the host
+
+
 def evaluate(function: Function, inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
     """The results of a function of declared ops (``math.``, ``row.``, ``col.``, ``slot.``) on tensors by input name."""
     xp: Any = TorchArrays()
@@ -229,7 +233,7 @@ def evaluate(function: Function, inputs: Mapping[str, torch.Tensor]) -> list[tor
     def read(value: Value) -> torch.Tensor:
         if isinstance(value, Constant):
             wide = any(v.dtype == torch.float64 for v in values.values())
-            return torch.full((), value.value, dtype=torch.float64 if wide else torch.float32, device=like.device)
+            return _scalar(value.value, torch.float64 if wide else torch.float32, like.device)
         return values[value]
 
     # Types are those of the IR: autocast would multiply float32 operands in another.
