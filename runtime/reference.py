@@ -175,7 +175,8 @@ class TorchArrays:
             group = TorchArrays.group_of_rows(counts, offsets, x.shape[0])
             y = x.new_zeros((x.shape[0], weight.shape[-1]))
             for expert in range(weight.shape[0]):
-                y = torch.where((group == expert).unsqueeze(-1), x @ weight[expert], y)
+                matrix = torch.where(counts[expert] > 0, weight[expert], 0.0)  # whatever one holds that nobody picks
+                y = torch.where((group == expert).unsqueeze(-1), x @ matrix, y)
             return y
         parts = []
         done = 0

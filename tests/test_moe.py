@@ -661,6 +661,22 @@ def test_products_again_beside_a_shared_expert_with_a_gate(mean: bool, backend: 
         )
 
 
+def test_what_nobody_picks_may_hold_anything() -> None:
+    """In a graph of torch.compile as well, where the reference has all rows go through all experts."""
+    given = {n: t.float() for n, t in drawn(mo.MoE(mo.Router(3, 1), mo.Experts(3, 16, 8)), 7, torch.float32).items()}
+    ids = torch.tensor([[0], [2]] * 3 + [[0]])
+    matrices = [given[n].index_fill(0, torch.tensor(1), float("inf")) for n in ("gate_up_proj", "down_proj")]
+    layer = mo.compile(mo.Experts(3, 16, 8), backend="reference")
+    found = []
+    for call in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
+        x = given["x"].clone().requires_grad_()
+        y = call(x, ids, torch.ones(7, 1), *matrices)
+        y.square().sum().backward()
+        assert x.grad is not None and x.grad.isfinite().all() and x.grad.any()
+        found.append(x.grad)
+    torch.testing.assert_close(*found)
+
+
 SOME = {
     "one expert": (mo.MoE(mo.Router(1, 1), mo.Experts(1, 16, 8), outputs=("hidden", "weights")), "weights", None),
     "scores": (
