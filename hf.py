@@ -26,6 +26,7 @@ from moesaic.ir.errors import InputError, InputTypeError
 from moesaic.ir.experts import Experts
 from moesaic.runtime import transformers_blocks as blocks
 from moesaic.runtime.compile import compile
+from moesaic.runtime.transformers_checks import differs
 from moesaic.runtime.transformers_experts import experts_forward, plan_of
 from moesaic.runtime.transformers_families import FAMILIES, LEFT
 
@@ -222,7 +223,7 @@ class _Replacing:
             why, _ = blocks.ready(module, plan)
             if why is None and self.check:
                 if (kind, plan) not in self.compared:
-                    self.compared[kind, plan] = blocks.differs(module, plan)
+                    self.compared[kind, plan] = differs(module, plan)
                 if (difference := self.compared[kind, plan]) is not None:
                     why = f"what would take its place computes something else: {difference}"
         except blocks.NotDeclarable as error:

@@ -22,10 +22,11 @@ from moesaic.ir.errors import (
     check_flag,
     check_identifier,
     check_names,
+    check_number,
     is_identifier,
     suggestion,
 )
-from moesaic.ir.losses import Entropy, LoadBalance, Loss, check_number
+from moesaic.ir.losses import Entropy, LoadBalance, Loss
 from moesaic.ir.ops import math, row
 from moesaic.ir.types import DType, symbol, tensor
 

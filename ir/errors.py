@@ -81,6 +81,12 @@ def check_choice(what: str, value: object, known: Mapping[str, object] | tuple[s
         )
 
 
+def check_number(what: str, value: object) -> None:
+    """Raises `InputError` unless the value is a finite number."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -float("inf") < value < float("inf"):
+        raise InputError(f"{what} must be a finite number, found {value!r}")
+
+
 def check_flag(what: str, value: object, more: str = "") -> None:
     """Raises `InputError` unless the value is True or False; `more` is said besides."""
     if not isinstance(value, bool):

@@ -8,8 +8,7 @@ from typing import Any
 
 from moesaic.ir.builder import Builder
 from moesaic.ir.core import Module, Value, create, create_one
-from moesaic.ir.errors import InputError, check_choice, check_flag, check_identifier, check_names
-from moesaic.ir.losses import check_number
+from moesaic.ir.errors import InputError, check_choice, check_flag, check_identifier, check_names, check_number
 from moesaic.ir.ops.slot import ALIGNMENTS, stored
 from moesaic.ir.types import DType, tensor
 

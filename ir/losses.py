@@ -4,16 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moesaic.ir.errors import InputError, suggestion
+from moesaic.ir.errors import InputError, check_number, suggestion
 
 CONVENTIONS = ("moesaic", "transformers")
 ORDERS = ("batch_first", "sequence_first")
-
-
-def check_number(what: str, value: object) -> None:
-    """Raises `InputError` unless the value is a finite number."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not -float("inf") < value < float("inf"):
-        raise InputError(f"{what} must be a finite number, found {value!r}")
 
 
 @dataclass(frozen=True)

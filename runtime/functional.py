@@ -14,8 +14,8 @@ import torch
 from moesaic.ir.builder import Builder
 from moesaic.ir.core import Value, create_one
 from moesaic.ir.declare import SCORES, Router, Score
-from moesaic.ir.errors import InputError, InputTypeError
-from moesaic.ir.losses import CONVENTIONS, ORDERS, check_number
+from moesaic.ir.errors import InputError, InputTypeError, check_number
+from moesaic.ir.losses import CONVENTIONS, ORDERS
 from moesaic.ir.ops import math
 from moesaic.ir.types import DType, symbol, tensor
 from moesaic.runtime.compile import compile

@@ -57,9 +57,18 @@ def _backward_fake(
 
 
 def _fake_results(function: Function, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    sizes = _sizes(function, [tensor.shape for tensor in inputs])
+    return [
+        inputs[0].new_empty(size, dtype=TORCH_DTYPES[t.dtype])
+        for size, t in zip(sizes, function.result_types, strict=True)
+    ]
+
+
+def _sizes(function: Function, shapes: Sequence[torch.Size]) -> list[list[Any]]:
+    """The shapes of the results of a function, from those of its inputs."""
     symbols: dict[str, Any] = {}
-    for tensor, argument in zip(inputs, function.arguments, strict=True):
-        symbols.setdefault(argument.type.leading, tensor.shape[0] if tensor.dim() else 1)
+    for shape, argument in zip(shapes, function.arguments, strict=True):
+        symbols.setdefault(argument.type.leading, shape[0] if len(shape) else 1)
     slots = made_slots(function)
     if slots is not None:
         symbols["M"] = symbols["T"] * slots[0] + slots[1]
@@ -69,7 +78,7 @@ def _fake_results(function: Function, inputs: Sequence[torch.Tensor]) -> list[to
             return sum(coefficient * symbols[symbol] for symbol, coefficient in dim.terms) + dim.constant
         return dim
 
-    return [inputs[0].new_empty([size(d) for d in t.shape], dtype=TORCH_DTYPES[t.dtype]) for t in function.result_types]
+    return [[size(d) for d in t.shape] for t in function.result_types]
 
 
 @dataclass(frozen=True)
@@ -173,7 +182,6 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Sequence[torch.Ten
     ctx.program, ctx.backend, ctx.training = program_key, backend, training
     ctx.mains = {}
     ctx.shapes = [(t.shape, t.dtype) for t in tensors]
-    ctx.results = [(t.shape, t.dtype) for t in output]
     ctx.set_materialize_grads(False)
     if training:
         saved = _recording(program_key, True).saved
@@ -222,8 +230,10 @@ def _cotangent(ctx: Any, grads: Sequence[torch.Tensor | None], number: int) -> t
     """The cotangent of a result, as kernels read it; zeros where there is none."""
     given = grads[number]
     if given is None:
-        shape, dtype = ctx.results[number]
-        given = next(g for g in grads if g is not None).new_zeros(shape, dtype=dtype)
+        forward = program_by_key(ctx.program).forward_function(training=True)
+        size = _sizes(forward, [shape for shape, _ in ctx.shapes])[number]
+        dtype = TORCH_DTYPES[forward.result_types[number].dtype]
+        given = next(g for g in grads if g is not None).new_zeros(size, dtype=dtype)
     return _rows(given)
 
 

@@ -8,8 +8,7 @@ import torch
 
 from moesaic.ir.builder import Builder
 from moesaic.ir.declare import SCORES, Router, sum_top
-from moesaic.ir.errors import InputError, suggestion
-from moesaic.ir.losses import check_number
+from moesaic.ir.errors import InputError, check_number, suggestion
 from moesaic.ir.ops import math
 from moesaic.ir.types import DType, symbol, tensor
 from moesaic.runtime.compile import compile

@@ -1,7 +1,7 @@
 """The sparse blocks of transformers' models, by family: a block's class, and where it has what declares a layer.
 
 A family is one entry. What nearly all have in common is a default or is looked for by its usual name (`SCALES` and the
-others); `runtime/transformers_blocks.py` compares a block with what was made of its entry before it runs it.
+others); `runtime/transformers_checks.py` compares a block with what was made of its entry before it runs it.
 """
 
 from __future__ import annotations

@@ -268,6 +268,23 @@ def test_a_hook_that_writes_to_what_the_router_found(mode: Any) -> None:
     assert len(calls) == len(ours.model.layers)
 
 
+@pytest.mark.parametrize("family", ["mixtral", "minimax"])
+def test_noise_is_drawn_once_whatever_hooks_do(family: str) -> None:
+    ours, theirs, _ = pair(family)
+    results = []
+    for model in (ours, theirs):
+        model.train()
+        for layer in model.model.layers:
+            layer.mlp.jitter_noise = 0.1
+            layer.mlp.gate.register_forward_hook(lambda module, args, r: (r[0], 0.5 * r[1], r[2]))
+        torch.manual_seed(6)
+        results.append([model(tokens()).logits for _ in range(2)])
+        assert all(layer.mlp.jitter_noise == 0.1 for layer in model.model.layers)
+    for found, wanted in zip(*results, strict=True):
+        assert wanted.any()
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
 def test_numbers_that_change_are_heeded(log: pytest.LogCaptureFixture) -> None:
     """What a block was read from: the layer would go on with the old ones."""
 

@@ -135,7 +135,13 @@ def test_one_token_without_a_dimension_of_tokens(backend: str) -> None:
     one, row = layer(logits[0]), layer(logits[:1])
     for found, wanted in zip(one, row, strict=True):
         assert torch.equal(found, wanted if found is one.counts else wanted[0])
-    assert one.logsumexp.shape == () and one.weights.shape == (2,) and one.logsumexp.item() != 0
+    assert (
+        one.logsumexp.shape == ()
+        and one.weights.shape == (2,)
+        and one.logsumexp.item() != 0
+        and one.weights.any()
+        and one.probs.any()
+    )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
